@@ -1,0 +1,407 @@
+# %% [markdown]
+# # 5.1 A config that is believed, or refused
+
+# %% tags=["export"]
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+# %% tags=["export"]
+class ConfigError(ValueError):
+    "A config.json that cannot be read, lacks a field, or asks for something this engine does not do."
+
+
+def shown(value):
+    "A value as one short line for an error message."
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# %% tags=["export"]
+MAX_CONFIG_BYTES = 16_000_000
+
+
+def load_json(path):
+    "The JSON object in file `path` as a dict. Refuses duplicate keys and files above 16 MB."
+
+    def unique(pairs):
+        tree = {}
+        for key, value in pairs:
+            if key in tree:
+                raise ConfigError(f"{path}: the key {shown(key)} is given twice in one object")
+            tree[key] = value
+        return tree
+
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise ConfigError(f"{path}: {path.stat().st_size:,} bytes, more than the {MAX_CONFIG_BYTES:,} a config may have")
+    try:
+        tree = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=unique)
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as e:
+        raise ConfigError(f"{path}: not JSON ({e})") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: holds a JSON {type(tree).__name__}, expected an object")
+    return tree
+
+
+# %% tags=["export"]
+INTEGERS = {
+    "vocab_size": ("vocab_size", 1, 2**24),
+    "hidden_size": ("hidden_size", 1, 2**17),
+    "num_hidden_layers": ("num_hidden_layers", 1, 2**12),
+    "attn_res_block_size": ("attn_res_block_size", 1, 2**12),
+    "first_k_dense_replace": ("first_k_dense_replace", 0, 2**12),
+    "intermediate_size": ("intermediate_size", 1, 2**20),
+    "num_attention_heads": ("num_attention_heads", 1, 2**14),
+    "q_lora_rank": ("q_lora_rank", 1, 2**17),
+    "kv_lora_rank": ("kv_lora_rank", 1, 2**17),
+    "qk_nope_head_dim": ("qk_nope_head_dim", 1, 2**12),
+    "qk_rope_head_dim": ("qk_rope_head_dim", 1, 2**12),
+    "v_head_dim": ("v_head_dim", 1, 2**12),
+    "num_experts": ("num_experts", 1, 2**16),
+    "num_experts_per_token": ("num_experts_per_token", 1, 2**10),
+    "num_shared_experts": ("num_shared_experts", 1, 2**10),
+    "moe_intermediate_size": ("moe_intermediate_size", 1, 2**17),
+    "routed_expert_hidden_size": ("routed_expert_hidden_size", 1, 2**17),
+    "linear_attn_config.num_heads": ("kda_num_heads", 1, 2**14),
+    "linear_attn_config.head_dim": ("kda_head_dim", 1, 2**12),
+    "linear_attn_config.short_conv_kernel_size": ("kda_conv_kernel", 2, 64),
+}
+
+REALS = {
+    "rms_norm_eps": ("rms_norm_eps", 1e-12, 1.0),
+    "routed_scaling_factor": ("routed_scaling_factor", 1e-6, 1e6),
+    "activation_situ_beta": ("activation_situ_beta", 1e-6, 1e6),
+    "activation_situ_linear_beta": ("activation_situ_linear_beta", 1e-6, 1e6),
+    "linear_attn_config.gate_lower_bound": ("kda_gate_lower_bound", -1e3, -1e-6),
+}
+
+FIXED = {
+    "hidden_act": "situ",
+    "moe_router_activation_func": "sigmoid",
+    "moe_renormalize": True,
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "latent_moe_use_norm": True,
+    "mla_use_nope": True,
+    "mla_use_output_gate": True,
+    "linear_attn_config.use_full_rank_gate": True,
+}
+
+FIXED_IF_GIVEN = {
+    "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 0,
+    "topk_method": "noaux_tc",
+}
+
+
+# %% tags=["export"]
+@dataclass(frozen=True)
+class Config:
+    "The text stack's numbers. Layers count from 0 here; names are config.json's, `kda_*` from linear_attn_config."
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    attn_res_block_size: int
+    first_k_dense_replace: int
+    intermediate_size: int
+    num_attention_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    num_experts: int
+    num_experts_per_token: int
+    num_shared_experts: int
+    moe_intermediate_size: int
+    routed_expert_hidden_size: int
+    kda_num_heads: int
+    kda_head_dim: int
+    kda_conv_kernel: int
+    rms_norm_eps: float
+    routed_scaling_factor: float
+    activation_situ_beta: float
+    activation_situ_linear_beta: float
+    kda_gate_lower_bound: float
+    kda_layers: frozenset
+    mla_layers: frozenset
+    bos_token_id: int | None = None
+    eos_token_ids: tuple = ()
+    pad_token_id: int | None = None
+
+    def layer_kind(self, L):
+        "'kda' or 'mla' for layer L, counted from 0."
+        if not 0 <= L < self.num_hidden_layers:
+            raise IndexError(f"layer {L}: the model has layers 0..{self.num_hidden_layers - 1}")
+        return "kda" if L in self.kda_layers else "mla"
+
+    def is_dense(self, L):
+        "True where layer L, counted from 0, has one dense MLP and no experts."
+        return L < self.first_k_dense_replace
+
+    def tensors(self):
+        "Every tensor of the text stack as (name, dtype, shape), layer by layer, the globals last."
+        for L in range(self.num_hidden_layers):
+            for name, dtype, shape in layer_tensors(self, L):
+                yield f"language_model.model.layers.{L}.{name}", dtype, shape
+        yield from global_tensors(self)
+
+    def shape_fits(self, name, expected, found):
+        "True if a tensor of shape `found` can serve as `name`. `A_log` may carry any padding after its heads."
+        if name.endswith(".A_log"):
+            return len(found) == 1 and found[0] >= self.kda_num_heads
+        return tuple(found) == tuple(expected)
+
+
+# %% tags=["export"]
+def kda_tensors(c):
+    "Short name, dtype and shape of a KDA attention's tensors."
+    H, P, d, k = c.hidden_size, c.kda_num_heads * c.kda_head_dim, c.kda_head_dim, c.kda_conv_kernel
+    return [
+        *((f"{x}_proj.weight", "BF16", (P, H)) for x in "qkvg"),
+        ("b_proj.weight", "BF16", (c.kda_num_heads, H)),
+        ("f_a_proj.weight", "BF16", (d, H)),
+        ("f_b_proj.weight", "BF16", (P, d)),
+        ("o_proj.weight", "BF16", (H, P)),
+        ("A_log", "F32", (max(d, c.kda_num_heads),)),
+        ("dt_bias", "F32", (P,)),
+        ("o_norm.weight", "F32", (d,)),
+        *((f"{x}_conv1d.weight", "F32", (P, 1, k)) for x in "qkv"),
+    ]
+
+
+def mla_tensors(c):
+    "Short name, dtype and shape of a gated MLA attention's tensors."
+    H, A, q, kv = c.hidden_size, c.num_attention_heads, c.q_lora_rank, c.kv_lora_rank
+    return [
+        ("q_a_proj.weight", "BF16", (q, H)),
+        ("q_a_layernorm.weight", "BF16", (q,)),
+        ("q_b_proj.weight", "BF16", (A * (c.qk_nope_head_dim + c.qk_rope_head_dim), q)),
+        ("kv_a_proj_with_mqa.weight", "BF16", (kv + c.qk_rope_head_dim, H)),
+        ("kv_a_layernorm.weight", "BF16", (kv,)),
+        ("kv_b_proj.weight", "BF16", (A * (c.qk_nope_head_dim + c.v_head_dim), kv)),
+        ("g_proj.weight", "BF16", (A * c.v_head_dim, H)),
+        ("o_proj.weight", "BF16", (H, A * c.v_head_dim)),
+    ]
+
+
+# %% tags=["export"]
+def gated_mlp_tensors(H, width):
+    "Short name, dtype and shape of a dense gated MLP `width` wide."
+    return [
+        ("gate_proj.weight", "BF16", (width, H)),
+        ("up_proj.weight", "BF16", (width, H)),
+        ("down_proj.weight", "BF16", (H, width)),
+    ]
+
+
+def moe_tensors(c):
+    "Short name, dtype and shape of a latent MoE's tensors, the routed experts last."
+    H, E, z, m = c.hidden_size, c.num_experts, c.routed_expert_hidden_size, c.moe_intermediate_size
+    yield "gate.weight", "BF16", (E, H)
+    yield "gate.e_score_correction_bias", "F32", (E,)
+    yield "routed_expert_down_proj.weight", "BF16", (z, H)
+    yield "routed_expert_up_proj.weight", "BF16", (H, z)
+    yield "routed_expert_norm.weight", "BF16", (z,)
+    for name, dtype, shape in gated_mlp_tensors(H, m * c.num_shared_experts):
+        yield f"shared_experts.{name}", dtype, shape
+    for e in range(E):
+        for w, rows, width in (("w1", m, z), ("w2", z, m), ("w3", m, z)):
+            yield f"experts.{e}.{w}.weight_packed", "U8", (rows, width // 2)
+            yield f"experts.{e}.{w}.weight_scale", "U8", (rows, width // 32)
+
+
+# %% tags=["export"]
+def layer_tensors(c, L):
+    "Name within layer L, dtype and shape of all its tensors."
+    H = c.hidden_size
+    for name in ("input_layernorm", "post_attention_layernorm", "self_attention_res_norm"):
+        yield f"{name}.weight", "BF16", (H,)
+    yield "self_attention_res_proj.weight", "BF16", (1, H)
+    yield "mlp_res_norm.weight", "BF16", (H,)
+    yield "mlp_res_proj.weight", "BF16", (1, H)
+    for name, dtype, shape in kda_tensors(c) if c.layer_kind(L) == "kda" else mla_tensors(c):
+        yield f"self_attn.{name}", dtype, shape
+    prefix, rest = ("mlp", gated_mlp_tensors(H, c.intermediate_size)) if c.is_dense(L) else ("block_sparse_moe", moe_tensors(c))
+    for name, dtype, shape in rest:
+        yield f"{prefix}.{name}", dtype, shape
+
+
+def global_tensors(c):
+    "Full name, dtype and shape of the five tensors outside the layers."
+    H, V = c.hidden_size, c.vocab_size
+    yield "language_model.model.embed_tokens.weight", "BF16", (V, H)
+    yield "language_model.lm_head.weight", "BF16", (V, H)
+    yield "language_model.model.norm.weight", "BF16", (H,)
+    yield "language_model.model.output_attn_res_norm.weight", "BF16", (H,)
+    yield "language_model.model.output_attn_res_proj.weight", "BF16", (1, H)
+
+
+# %% tags=["export"]
+@dataclass
+class Reading:
+    "A config tree being read: `missing` fields and `wrong` values are collected, so that one message can tell all."
+
+    tree: dict
+    missing: list = field(default_factory=list)
+    wrong: list = field(default_factory=list)
+
+    def get(self, path):
+        "The value at a dotted path, or None where it or an object above it is absent."
+        value = self.tree
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+    def need(self, path):
+        "Like get, and notes what was missing: the field, or the whole object it should stand in."
+        value, keys = self.get(path), path.split(".")
+        if value is None:
+            absent = next(p for i in range(len(keys)) if self.get(p := ".".join(keys[: i + 1])) is None)
+            above = absent.rpartition(".")[0]
+            if above and not isinstance(self.get(above), dict):
+                self.expect(above, self.get(above), "an object")
+            else:
+                self.missing.append(absent)
+        return value
+
+    def expect(self, path, found, expected):
+        "Notes a fault at `path`: what was found, what was expected."
+        self.wrong.append(f"{path} is {shown(found)}, expected {expected}")
+
+    def whole(self, path, low, high):
+        "The integer at `path`, within low..high; true, 4.0 and \"4\" are not integers."
+        value = self.need(path)
+        if value is None or type(value) is int and low <= value <= high:
+            return value
+        return self.expect(path, value, f"an integer in {low}..{high:,}")
+
+    def real(self, path, low, high):
+        "The finite number at `path` as a float, within low..high."
+        value = self.need(path)
+        if value is None or type(value) in (int, float) and low <= value <= high:
+            return None if value is None else float(value)
+        return self.expect(path, value, f"a number in {low:g}..{high:g}")
+
+    def fixed(self, path, expected):
+        "Notes a fault unless the value at `path`, if there is one, is `expected` in value and type."
+        found = self.get(path)
+        if found is not None and (type(found) is not type(expected) or found != expected):
+            self.expect(path, found, f"{shown(expected)}, the only value implemented")
+
+    def either(self, name, needed=False):
+        "Path and value of a field that may stand in text_config, at the top, or in both if they agree."
+        inner, outer = self.get(f"text_config.{name}"), self.get(name)
+        if inner is not None and outer is not None and inner != outer:
+            self.expect(name, outer, f"{shown(inner)} as in text_config.{name}")
+        if inner is None and outer is not None:
+            return name, outer
+        return f"text_config.{name}", self.need(f"text_config.{name}") if needed else inner
+
+
+# %% tags=["export"]
+def read_layer_lists(r, layers):
+    "The KDA and MLA layers as two sets counted from 0. The lists count from 1 and must share out 1..layers."
+    lists = {}
+    for name in ("kda_layers", "full_attn_layers"):
+        path = f"text_config.linear_attn_config.{name}"
+        value = r.need(path)
+        if isinstance(value, list) and all(type(i) is int for i in value):
+            lists[name] = value
+        elif value is not None:
+            r.expect(path, value, "a list of integers")
+    if len(lists) < 2 or layers is None:
+        return frozenset(), frozenset()
+    both = lists["kda_layers"] + lists["full_attn_layers"]
+    times = Counter(both)
+    for fault, found in (
+        ("out of range", sorted(i for i in times if not 1 <= i <= layers)),
+        ("listed twice", sorted(i for i in times if times[i] > 1)),
+        ("in neither list", [i for i in range(1, layers + 1) if i not in times]),
+    ):
+        if found:
+            numbers = ", ".join(shown(i) for i in found[:8]) + (", ..." if len(found) > 8 else "")
+            r.wrong.append(f"text_config.linear_attn_config.kda_layers and full_attn_layers: {numbers} {fault}, "
+                           f"expected each of 1..{layers} once")
+    return tuple(frozenset(i - 1 for i in layers) for layers in lists.values())
+
+
+# %% tags=["export"]
+def check_quantization(r):
+    "Notes a fault unless the experts are declared as MXFP4: 4-bit floats in groups of 32."
+    path, quantization = r.either("quantization_config", needed=True)
+    if quantization is None:
+        return
+    r.need(f"{path}.format")
+    r.fixed(f"{path}.format", "mxfp4-pack-quantized")
+    groups = r.need(f"{path}.config_groups")
+    if groups is not None and not (isinstance(groups, dict) and groups):
+        r.expect(f"{path}.config_groups", groups, "an object with at least one group")
+    want = {"num_bits": 4, "group_size": 32, "type": "float"}
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        found = {key: weights.get(key) for key in want} if isinstance(weights, dict) else weights
+        if found != want:
+            r.expect(f"{path}.config_groups.*.weights", found, shown(want))
+
+
+# %% tags=["export"]
+def read_token_ids(r, vocab):
+    "bos, eos (a tuple: the field may be a list) and pad id, each optional, each below `vocab`."
+
+    (bos_path, bos), (eos_path, eos), (pad_path, pad) = (r.either(f"{x}_token_id") for x in ("bos", "eos", "pad"))
+    eos = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    given = [(path, i) for path, i in ((bos_path, bos), (pad_path, pad)) if i is not None]
+    for path, i in given + [(eos_path, i) for i in eos]:
+        if vocab is not None and not (type(i) is int and 0 <= i < vocab):
+            r.expect(path, i, f"a token id in 0..{vocab - 1:,}")
+    return {"bos_token_id": bos, "eos_token_ids": eos, "pad_token_id": pad}
+
+
+# %% tags=["export"]
+def check_widths(r, n):
+    "Notes faults between fields: `n` maps the names of Config to the values read, None where one was refused."
+    text = "text_config."
+    for name in ("routed_expert_hidden_size", "moe_intermediate_size"):
+        if n[name] is not None and n[name] % 32:
+            r.expect(text + name, n[name], "a multiple of 32, the weights that share one MXFP4 scale")
+    for name, of in (("num_experts_per_token", "num_experts"), ("first_k_dense_replace", "num_hidden_layers")):
+        if None not in (n[name], n[of]) and n[name] > n[of]:
+            r.expect(text + name, n[name], f"at most {of} = {n[of]}")
+    shared = r.get(text + "num_key_value_heads")
+    if shared is not None and shared != n["num_attention_heads"]:
+        r.expect(text + "num_key_value_heads", shared, f"num_attention_heads = {n['num_attention_heads']}")
+
+
+# %% tags=["export"]
+def read_config(model_dir):
+    "Config from model_dir/config.json. ConfigError lists every missing field and every refused value in one line."
+    folder = Path(model_dir)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such model folder")
+    path = folder / "config.json"
+    r = Reading(load_json(path))
+    r.fixed("model_type", "kimi_k3")
+    n = {name: r.whole(f"text_config.{key}", low, high) for key, (name, low, high) in INTEGERS.items()}
+    n |= {name: r.real(f"text_config.{key}", low, high) for key, (name, low, high) in REALS.items()}
+    for key, expected in FIXED.items():
+        r.need(f"text_config.{key}")
+        r.fixed(f"text_config.{key}", expected)
+    for key, expected in FIXED_IF_GIVEN.items():
+        r.fixed(f"text_config.{key}", expected)
+    r.fixed(r.either("tie_word_embeddings", needed=True)[0], False)
+    check_quantization(r)
+    check_widths(r, n)
+    n["kda_layers"], n["mla_layers"] = read_layer_lists(r, n["num_hidden_layers"])
+    n |= read_token_ids(r, n["vocab_size"])
+    missing = [f"missing {', '.join(dict.fromkeys(r.missing))}"] if r.missing else []
+    if missing or r.wrong:
+        raise ConfigError(f"{path}: {'; '.join(missing + list(dict.fromkeys(r.wrong)))}")
+    return Config(**n)
