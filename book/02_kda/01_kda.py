@@ -1,0 +1,205 @@
+# %% [markdown]
+# # 2.1 Kimi Delta Attention: a memory of fixed size
+
+# %% tags=["export"]
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit, prange
+
+from k3lib.linear import KERNEL, dot, exp, fma, linear, rms_norm, sigmoid
+
+L2_EPS = np.float32(1e-6)  # added to the sum of squares, not to their mean
+_ONE, _ZERO = np.float32(1), np.float32(0)
+
+
+def _fits(what, array, shape):
+    "Raise ValueError unless `array` has `shape`."
+    if array.shape != tuple(shape):
+        raise ValueError(f"{what} has shape {array.shape}, expected {tuple(shape)}")
+
+
+# %% tags=["export"]
+@njit(**KERNEL)
+def _short_conv(x, weight, state, out):
+    T, channels = x.shape
+    kernel = weight.shape[2]
+    for t in range(T):
+        for c in range(channels):
+            y = _ZERO
+            for j in range(kernel):
+                s = t + j - (kernel - 1)
+                y = fma(weight[c, 0, j], x[s, c] if s >= 0 else state[c, s + kernel - 1], y)
+            out[t, c] = y * sigmoid(y)
+    for c in range(channels):
+        for j in range(kernel - 1):
+            s = T + j - (kernel - 1)
+            state[c, j] = x[s, c] if s >= 0 else state[c, T + j]
+
+
+def short_conv(x, weight, state):
+    """silu(causal depthwise convolution), float32 [T, P], of `x` float32 [T, P] with `weight` float32 [P, 1, kernel], oldest tap first.
+
+    `state` float32 [P, kernel-1] holds the inputs before x[0], oldest first, and is moved on past x[T-1].
+    """
+    P, _, kernel = weight.shape
+    _fits("short_conv: x", x, (len(x), P))
+    _fits("short_conv: state", state, (P, kernel - 1))
+    out = np.empty_like(x)
+    _short_conv(x, weight, state, out)
+    return out
+
+
+# %% tags=["export"]
+@njit(**KERNEL)
+def _l2norm(x, out):
+    for t in range(x.shape[0]):
+        for h in range(x.shape[1]):
+            scale = _ONE / np.sqrt(dot(x[t, h], x[t, h]) + L2_EPS)
+            for i in range(x.shape[2]):
+                out[t, h, i] = x[t, h, i] * scale
+
+
+def l2norm(x):
+    "x / sqrt(sum(x^2) + 1e-6) over the last axis of float32 [T, heads, d]."
+    out = np.empty_like(x)
+    _l2norm(x, out)
+    return out
+
+
+# %% tags=["export"]
+@njit(**KERNEL)
+def _kda_decay(z, A_log, dt_bias, lower_bound, out):
+    low = np.float32(lower_bound)
+    for t in range(z.shape[0]):
+        for h in range(z.shape[1]):
+            rate = exp(A_log[h])
+            for i in range(z.shape[2]):
+                out[t, h, i] = exp(low * sigmoid(rate * (z[t, h, i] + dt_bias[h, i])))
+
+
+def kda_decay(z, A_log, dt_bias, lower_bound):
+    """alpha = exp(lower_bound * sigmoid(exp(A_log[head]) * (z + dt_bias))), float32 [T, heads, d], between e^lower_bound and 1.
+
+    `z` float32 [T, heads, d], `dt_bias` float32 [heads*d], `A_log` float32 [heads or more]: one rate a head, the rest is padding.
+    """
+    T, heads, d = z.shape
+    if len(A_log) < heads:
+        raise ValueError(f"kda_decay: A_log has {len(A_log)} entries, expected at least one for each of {heads} heads")
+    _fits("kda_decay: dt_bias", dt_bias, (heads * d,))
+    out = np.empty_like(z)
+    _kda_decay(z, A_log, dt_bias.reshape(heads, d), lower_bound, out)
+    return out
+
+
+# %% tags=["export"]
+@njit(**KERNEL)
+def _expected(S, alpha, k, out):
+    "out = (diag(alpha) S)^T k: what the decayed state [dk, dv] answers to key k. Keys in order, four to a pass over out."
+    keys, values = S.shape
+    for j in range(values):
+        out[j] = _ZERO
+    i = 0
+    while i + 4 <= keys:
+        a, b, c, d = alpha[i] * k[i], alpha[i + 1] * k[i + 1], alpha[i + 2] * k[i + 2], alpha[i + 3] * k[i + 3]
+        A, B, C, D = S[i], S[i + 1], S[i + 2], S[i + 3]
+        for j in range(values):
+            out[j] = fma(d, D[j], fma(c, C[j], fma(b, B[j], fma(a, A[j], out[j]))))
+        i += 4
+    while i < keys:
+        a, A = alpha[i] * k[i], S[i]
+        for j in range(values):
+            out[j] = fma(a, A[j], out[j])
+        i += 1
+
+
+@njit(**KERNEL)
+def _write_read(S, alpha, k, d, q, out):
+    "S = diag(alpha) S + k d^T, then out = S^T q, row by row while the row is at hand."
+    for j in range(out.size):
+        out[j] = _ZERO
+    for i in range(S.shape[0]):
+        row, a, b, c = S[i], alpha[i], k[i], q[i]
+        for j in range(out.size):
+            s = fma(b, d[j], a * row[j])
+            row[j] = s
+            out[j] = fma(c, s, out[j])
+
+
+@njit(parallel=True, **KERNEL)
+def _kda_recurrent(q, k, v, alpha, beta, S, query, delta, out):
+    T, heads, d = v.shape
+    scale = _ONE / np.sqrt(np.float32(d))
+    for h in prange(heads):
+        for t in range(T):
+            _expected(S[h], alpha[t, h], k[t, h], out[t, h])
+            for i in range(d):
+                delta[h, i] = beta[t, h] * (v[t, h, i] - out[t, h, i])
+                query[h, i] = scale * q[t, h, i]
+            _write_read(S[h], alpha[t, h], k[t, h], delta[h], query[h], out[t, h])
+
+
+def kda_recurrent(q, k, v, alpha, beta, S):
+    """Per head: S = diag(alpha) S; S += beta k (v - S^T k)^T; out = S^T q / sqrt(d). Returns out float32 [T, heads, d].
+
+    `q`, `k` (both l2-normed), `v`, `alpha` float32 [T, heads, d], `beta` float32 [T, heads]; `S` float32
+    [heads, key, value] is moved on past the last token.
+    """
+    T, heads, d = v.shape
+    for name, array in (("q", q), ("k", k), ("alpha", alpha)):
+        _fits(f"kda_recurrent: {name}", array, v.shape)
+    _fits("kda_recurrent: beta", beta, (T, heads))
+    _fits("kda_recurrent: S", S, (heads, d, d))
+    out, scratch = np.empty_like(v), np.empty((2, heads, d), np.float32)
+    _kda_recurrent(q, k, v, alpha, beta, S, scratch[0], scratch[1], out)
+    return out
+
+
+# %% tags=["export"]
+@njit(**KERNEL)
+def _squash(x):
+    for t in range(x.shape[0]):
+        for i in range(x.shape[1]):
+            x[t, i] = sigmoid(x[t, i])
+
+
+def squash(x):
+    "sigmoid of float32 [T, n], in place."
+    _squash(x)
+    return x
+
+
+# %% tags=["export"]
+class KDAState(NamedTuple):
+    "What one layer carries from token to token: `conv` float32 [3 (q, k, v), P, kernel-1], oldest first, and `S` float32 [heads, key, value]."
+
+    conv: np.ndarray
+    S: np.ndarray
+
+
+def kda_state(heads, head_dim, kernel):
+    "The state before the first token: zeros."
+    return KDAState(np.zeros((3, heads * head_dim, kernel - 1), np.float32), np.zeros((heads, head_dim, head_dim), np.float32))
+
+
+KDA_ORDER = ("q_proj", "q_conv1d", "k_proj", "k_conv1d", "v_proj", "v_conv1d", "b_proj", "f_a_proj", "f_b_proj",
+             "A_log", "dt_bias", "g_proj", "o_norm", "o_proj")
+
+
+def kda_layer(W, x, state, eps, lower_bound):
+    """One layer's attention, float32 [T, H], for normed input `x` float32 [T, H], T >= 1; moves `state` on by T tokens.
+
+    `W` maps each name of KDA_ORDER to a matrix or a float32 vector; each is taken once, in that order. Heads and widths
+    are the state's. Any cut of the tokens into calls gives the same bits.
+    """
+    heads, d, _ = state.S.shape
+    each_head = (len(x), heads, d)
+    q, k, v = (short_conv(linear(W[f"{n}_proj"], x), W[f"{n}_conv1d"], state.conv[i]).reshape(each_head)
+               for i, n in enumerate("qkv"))
+    beta = squash(linear(W["b_proj"], x))
+    z = linear(W["f_b_proj"], linear(W["f_a_proj"], x)).reshape(each_head)
+    alpha = kda_decay(z, W["A_log"], W["dt_bias"], lower_bound)
+    o = kda_recurrent(l2norm(q), l2norm(k), v, alpha, beta, state.S)
+    gate = squash(linear(W["g_proj"], x))
+    normed = rms_norm(o.reshape(-1, d), W["o_norm"], eps).reshape(gate.shape)
+    return linear(W["o_proj"], normed * gate)
