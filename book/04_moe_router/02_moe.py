@@ -1,0 +1,122 @@
+# %% [markdown]
+# # 4.2 Latent experts: 16 of 896 in half the width, and two that always speak
+
+# %% tags=["export"]
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from k3lib.linear import KERNEL, fma, linear, rms_norm, sigmoid, tanh
+from k3lib.mxfp4 import mxfp4_matmul
+from k3lib.router import route
+
+_ZERO = np.float32(0)
+
+
+# %% tags=["export"]
+@njit(**KERNEL)
+def _situ_glu(gate, up, beta, linear_beta, out):
+    for i in range(out.size):
+        g = gate[i]
+        out[i] = beta * tanh(g / beta) * sigmoid(g) * (linear_beta * tanh(up[i] / linear_beta))
+
+
+def situ_glu(gate, up, beta, linear_beta, out=None):
+    "beta tanh(gate/beta) * sigmoid(gate) * linear_beta tanh(up/linear_beta), float32 [...]; the sigmoid sees the uncapped gate."
+    if out is None:
+        out = np.empty(gate.shape, np.float32)
+    if gate.shape != up.shape or out.shape != gate.shape or not out.flags.c_contiguous:
+        raise ValueError(f"situ_glu: gate {gate.shape}, up {up.shape} and out {out.shape} (contiguous) do not fit")
+    _situ_glu(gate.reshape(-1), up.reshape(-1), np.float32(beta), np.float32(linear_beta), out.reshape(-1))
+    return out
+
+
+# %% tags=["export"]
+DENSE_ORDER = ("gate_proj", "up_proj", "down_proj")
+
+
+def dense_mlp(W, x, beta, linear_beta, prefix=""):
+    "down SiTU(gate x, up x), float32 [T, H]. Takes W[prefix + name] once for each name of DENSE_ORDER, in that order."
+    gate, up = linear(W[prefix + "gate_proj"], x), linear(W[prefix + "up_proj"], x)
+    return linear(W[prefix + "down_proj"], situ_glu(gate, up, beta, linear_beta))
+
+
+# %% tags=["export"]
+class Expert(NamedTuple):
+    "One routed expert's packed matrices, uint8: w1 gate and w3 up [I, L/2], w2 down [L, I/2]; scales [I, L/32], [L, I/32]."
+
+    w1: np.ndarray
+    w1_scale: np.ndarray
+    w2: np.ndarray
+    w2_scale: np.ndarray
+    w3: np.ndarray
+    w3_scale: np.ndarray
+
+
+def expert_mlp(expert, z, beta, linear_beta, out):
+    "out = w2 SiTU(w1 z, w3 z), float32 [m, L], for `z` float32 [m, L]. No weight is unpacked in memory."
+    gate, up, hidden = np.empty((3, len(z), len(expert.w1)), np.float32)
+    mxfp4_matmul(expert.w1, expert.w1_scale, z, gate)
+    mxfp4_matmul(expert.w3, expert.w3_scale, z, up)
+    return mxfp4_matmul(expert.w2, expert.w2_scale, situ_glu(gate, up, beta, linear_beta, hidden), out)
+
+
+# %% tags=["export"]
+@njit(**KERNEL)
+def _weighted_sum(rows, place, weights, out):
+    for t in range(out.shape[0]):
+        for i in range(out.shape[1]):
+            out[t, i] = _ZERO
+        for r in range(place.shape[1]):
+            w, row = weights[t, r], rows[place[t, r]]
+            for i in range(out.shape[1]):
+                out[t, i] = fma(w, row[i], out[t, i])
+
+
+def routed_sum(experts, z, ids, weights, beta, linear_beta):
+    """u[t] = sum over ranks r of weights[t, r] * expert ids[t, r] (z[t]), float32 [T, L], in rank order.
+
+    Each expert of experts.arrivals() is used once, on the tokens that chose it, whatever the order of arrival. Raises
+    RuntimeError when one arrives that is not due, or one that is due does not arrive.
+    """
+    T, k = ids.shape
+    pairs = np.argsort(ids, axis=None, kind="stable")  # (token, rank) pairs, those of one expert side by side
+    place = np.empty(T * k, np.int64)
+    place[pairs] = np.arange(T * k)
+    chosen, counts = np.unique(ids, return_counts=True)
+    due = {int(e): slice(end - n, end) for e, n, end in zip(chosen, counts, np.cumsum(counts))}
+    rows = np.empty((T * k, z.shape[1]), np.float32)
+    for e, expert in experts.arrivals():
+        if e not in due:
+            raise RuntimeError(f"expert {e} arrived but is not due: due are {sorted(due)}")
+        mine = due.pop(e)
+        expert_mlp(expert, z[pairs[mine] // k], beta, linear_beta, rows[mine])
+    if due:
+        raise RuntimeError(f"experts {sorted(due)} were requested and did not arrive")
+    u = np.empty_like(z)
+    _weighted_sum(rows, place.reshape(T, k), weights, u)
+    return u
+
+
+# %% tags=["export"]
+MOE_ORDER = ("gate", "e_score_correction_bias", "routed_expert_down_proj", "shared_experts.gate_proj",
+             "shared_experts.up_proj", "shared_experts.down_proj", "routed_expert_norm", "routed_expert_up_proj")
+
+
+def moe_layer(W, experts, x, top_k, scale, beta, linear_beta, eps, on_route=None):
+    """One layer's feed-forward part, float32 [T, H], for normed input `x` float32 [T, H]: latent experts plus the shared path.
+
+    `W` maps each name of MOE_ORDER to a matrix or a float32 vector; each is taken once, in that order. `experts` has
+    .request(sorted ids), called as soon as the router has spoken, and .arrivals(), which yields each (id, Expert) once,
+    in any order. `on_route(ids, weights)` is shown the routing. Order of arrival and cut of the tokens change no bit.
+    """
+    ids, weights = route(linear(W["gate"], x), W["e_score_correction_bias"], top_k, scale)
+    experts.request(np.unique(ids).tolist())
+    if on_route is not None:
+        on_route(ids, weights)
+    z = linear(W["routed_expert_down_proj"], x)
+    shared = dense_mlp(W, x, beta, linear_beta, "shared_experts.")
+    u = routed_sum(experts, z, ids, weights, beta, linear_beta)
+    normed = rms_norm(u, W["routed_expert_norm"], eps)
+    return linear(W["routed_expert_up_proj"], normed) + shared
