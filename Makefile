@@ -10,7 +10,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 decode: .venv/ready
 	mkdir -p out
 	papermill --log-level WARNING --no-progress-bar book/05_streaming/06_decode.ipynb out/06_decode.ipynb
-	$(PY) tests/show_run.py out/06_decode.ipynb
+	$(PY) book/show_run.py out/06_decode.ipynb
 
 test: .venv/ready check
 	$(PY) -m pytest tests

@@ -24,7 +24,7 @@ PACKAGE = BOOK.parent / "k3lib"
 MAY_IMPORT = {
     "checkpoint": "", "mxfp4": "checkpoint", "linear": "mxfp4", "kda": "linear", "mla": "linear",
     "residual": "linear", "router": "linear", "moe": "mxfp4 router linear", "config": "", "tokenizer": "",
-    "trunk": "checkpoint linear", "experts": "checkpoint moe",
+    "trunk": "checkpoint linear", "experts": "moe trunk",
     "model": "checkpoint linear kda mla residual router moe config trunk experts",
     "decode": "model config tokenizer checkpoint trunk experts",
 }
@@ -62,6 +62,8 @@ def module_text(source, made):
         if other not in MAY_IMPORT[name].split():
             sys.exit(f"{source.relative_to(BOOK.parent)}: imports k3lib.{other}, but {name} may import only: "
                      f"{MAY_IMPORT[name] or 'nothing of the book'}")
+        if other not in made:
+            sys.exit(f"{source.relative_to(BOOK.parent)}: imports k3lib.{other}, which no earlier chapter makes")
     head = f'"""{title}\n\nMade from {source.relative_to(BOOK.parent)}: edit that, then run `make export`.\n"""\n'
     head += "".join(f"# built on {other} {digest(made[other])}\n" for other in imports)
     body = "\n\n\n".join(code)

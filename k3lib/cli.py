@@ -1,0 +1,122 @@
+"""The `k3` command. Arguments in, exit code out: every command passes on to a chapter's module."""
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def _write(path, data):
+    "Write bytes to `path`, whole or not at all."
+    temporary = Path(f"{path}.part")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _json(path, tree):
+    _write(path, (json.dumps(tree, indent=1) + "\n").encode())
+
+
+def _decode(args):
+    import io
+
+    import numpy as np
+
+    from k3lib.decode import decode
+    for path in (args.json, args.logits):
+        if path is not None and not Path(path).parent.is_dir():
+            raise FileNotFoundError(f"{path}: there is no folder {Path(path).parent} to write it in")
+    prompt = args.prompt
+    if args.prompt_file is not None:
+        if not Path(args.prompt_file).is_file():
+            raise FileNotFoundError(f"{args.prompt_file}: no such file")
+        prompt = Path(args.prompt_file).read_bytes()
+    logits = [] if args.logits else None
+    report = decode(args.model, args.ids, prompt, args.max_new_tokens, args.ram, args.threads, logits,
+                    show=lambda text: print(text, flush=True))
+    if args.logits:
+        buffer = io.BytesIO()
+        np.save(buffer, np.stack(logits))
+        _write(args.logits, buffer.getvalue())
+    if args.json:
+        _json(args.json, report.as_dict())
+
+
+def _plan(args):
+    from k3lib.decode import make_plan, parse_size, whole_number
+    from k3lib.checkpoint import Checkpoint
+    from k3lib.config import read_config
+    ram, context = parse_size(args.ram), whole_number("context", args.context, 1, 1 << 30)
+    print(make_plan(read_config(args.model), Checkpoint(args.model), ram, context).text())
+
+
+def _census(args):
+    from k3lib.checkpoint import Checkpoint
+    from k3lib.config import read_config
+    config = read_config(args.model)
+    census = Checkpoint(args.model).census(experts_per_token=config.num_experts_per_token)
+    print(census.table())
+    if args.json:
+        _json(args.json, census.as_dict())
+
+
+def _parser():
+    parser = argparse.ArgumentParser(prog="k3", description="Kimi K3, decoded under the memory budget you choose.")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    decode = commands.add_parser("decode", help="greedy decoding of a prompt")
+    decode.add_argument("model", help="folder of the checkpoint")
+    given = decode.add_mutually_exclusive_group(required=True)
+    given.add_argument("--ids", metavar="1,2,3", help="the prompt as token ids")
+    given.add_argument("--prompt", metavar="TEXT", help="the prompt as text; names of control tokens in it stay text")
+    given.add_argument("--prompt-file", metavar="FILE", help="the prompt as a file's bytes")
+    decode.add_argument("--max-new-tokens", metavar="N", default="8")
+    decode.add_argument("--ram", metavar="SIZE", default="8GB", help="most memory to use: 8GB is 8e9 bytes, 8GiB 2^33 (default 8GB)")
+    decode.add_argument("--threads", metavar="N", default=None, help="threads of the arithmetic (default: all cores)")
+    decode.add_argument("--json", metavar="FILE", help="write the report as JSON")
+    decode.add_argument("--logits", metavar="FILE.npy", help="write every step's logits, float32 [steps, vocab]")
+    decode.set_defaults(run=_decode)
+
+    plan = commands.add_parser("plan", help="what a budget would be spent on")
+    plan.add_argument("model")
+    plan.add_argument("--ram", metavar="SIZE", default="8GB")
+    plan.add_argument("--context", metavar="N", default="1024", help="positions there must be room for (default 1024)")
+    plan.set_defaults(run=_plan)
+
+    census = commands.add_parser("census", help="count a checkpoint's tensors and bytes from its headers")
+    census.add_argument("model")
+    census.add_argument("--json", metavar="FILE")
+    census.set_defaults(run=_census)
+    return parser
+
+
+def _exit_code(error):
+    "2 usage, config or plan refused; 4 weights unreadable or damaged; 1 anything else."
+    from k3lib.checkpoint import CheckpointError
+    from k3lib.config import ConfigError
+    from k3lib.model import UsageError
+    from k3lib.tokenizer import TokenizerError
+    if isinstance(error, CheckpointError):
+        return 4
+    return 2 if isinstance(error, (UsageError, ConfigError, TokenizerError, FileNotFoundError, NotADirectoryError)) else 1
+
+
+def main(argv=None):
+    "Run one command and return its exit code: 0, or what _exit_code says."
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+        return 0
+    except Exception as error:
+        if args.debug:
+            raise
+        code = _exit_code(error)
+        print(f"k3 {args.command}: {error if code != 1 else f'{type(error).__name__}: {error}'}", file=sys.stderr)
+        return code

@@ -1,0 +1,126 @@
+"The `k3` command as a user meets it: output, exit codes, one clear line for every bad input, and nothing half-written."
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODEL = ROOT / "fixtures" / "oracle13" / "model"
+EXPECTED = json.loads((ROOT / "fixtures" / "oracle13" / "expected.json").read_text())
+PROMPT = ",".join(map(str, EXPECTED["prompt_ids"]))
+
+
+def k3(*args, cwd=None):
+    return subprocess.run([sys.executable, "-m", "k3lib", *map(str, args)], capture_output=True, text=True, cwd=cwd)
+
+
+def refused(run, code, *words):
+    "The run ended with `code` and one line on stderr that holds every word; no traceback, nothing decoded."
+    assert run.returncode == code, run.stderr or run.stdout
+    lines = run.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("k3 "), run.stderr
+    assert "Traceback" not in run.stderr + run.stdout
+    for word in words:
+        assert str(word) in lines[0], f"{word!r} is not in {lines[0]!r}"
+    assert "generated ids" not in run.stdout
+
+
+@pytest.fixture
+def model(tmp_path):
+    "A copy of the embedded model, to damage."
+    return Path(shutil.copytree(MODEL, tmp_path / "model"))
+
+
+def edit_config(model, edit):
+    path = model / "config.json"
+    config = json.loads(path.read_text())
+    edit(config["text_config"])
+    path.write_text(json.dumps(config))
+
+
+def test_decode_prints_the_expected_ids_and_writes_what_it_is_asked(tmp_path):
+    run = k3("decode", MODEL, "--ids", PROMPT, "--max-new-tokens", 20, "--json", tmp_path / "r.json", "--logits", tmp_path / "l.npy")
+    assert run.returncode == 0, run.stderr
+    assert "generated ids: " + ",".join(map(str, EXPECTED["generated_ids"])) in run.stdout
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["ids"] == EXPECTED["generated_ids"]
+    for key in ("ids", "step_seconds", "peak_rss_bytes", "plan", "bytes_read", "expert_requests", "expert_hits",
+                "io_wait_seconds", "compute_seconds", "wall_seconds", "threads"):
+        assert key in report
+    assert set(report["bytes_read"]) == {"trunk", "experts", "other"}
+    logits = np.load(tmp_path / "l.npy")
+    assert logits.shape == (20, 512) and logits.dtype == np.float32
+    assert logits.argmax(1).tolist() == EXPECTED["generated_ids"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["l.npy", "r.json"]
+
+
+def test_a_text_prompt(tmp_path):
+    (tmp_path / "p.txt").write_bytes("Hello <|open|>".encode())
+    by_file = k3("decode", MODEL, "--prompt-file", tmp_path / "p.txt", "--max-new-tokens", 3)
+    by_text = k3("decode", MODEL, "--prompt", "Hello <|open|>", "--max-new-tokens", 3)
+    assert by_file.returncode == by_text.returncode == 0, by_file.stderr
+    line = next(line for line in by_text.stdout.splitlines() if line.startswith("prompt ids: "))
+    assert line in by_file.stdout
+    assert all(int(i) < 496 for i in line.removeprefix("prompt ids: ").split(",")), "a control token came out of the text"
+
+
+def test_plan_and_census(tmp_path):
+    run = k3("plan", MODEL, "--ram", "1GB")
+    assert run.returncode == 0 and "pinned trunk" in run.stdout
+    run = k3("census", MODEL, "--json", tmp_path / "c.json")
+    assert run.returncode == 0, run.stderr
+    assert json.loads((tmp_path / "c.json").read_text())
+
+
+def test_missing_folder(tmp_path):
+    for command in ("decode", "plan", "census"):
+        extra = ["--ids", "1"] if command == "decode" else []
+        refused(k3(command, tmp_path / "nowhere", *extra), 2, tmp_path / "nowhere")
+
+
+def test_empty_folder_and_no_config(tmp_path, model):
+    refused(k3("decode", tmp_path, "--ids", "1"), 2, tmp_path, "config.json")
+    (model / "config.json").unlink()
+    refused(k3("decode", model, "--ids", "1"), 2, "config.json")
+
+
+def test_config_with_missing_and_unsupported_fields(model):
+    edit_config(model, lambda c: [c.pop("hidden_size"), c["linear_attn_config"].pop("head_dim")])
+    refused(k3("decode", model, "--ids", "1"), 2, "hidden_size", "linear_attn_config.head_dim")
+    shutil.copy(MODEL / "config.json", model)
+    edit_config(model, lambda c: c.update(hidden_act="gelu"))
+    refused(k3("decode", model, "--ids", "1"), 2, "hidden_act", "gelu", "situ")
+
+
+def test_missing_and_truncated_shards(model):
+    shard = model / "model-00007-of-000016.safetensors"
+    whole = shard.read_bytes()
+    shard.unlink()
+    refused(k3("decode", model, "--ids", "1"), 4, shard.name)
+    shard.write_bytes(whole[:-100])
+    refused(k3("decode", model, "--ids", "1"), 4, shard.name)
+
+
+@pytest.mark.parametrize("args, words", [
+    (["--ids", "5,512"], ["512", "0..511"]),
+    (["--ids", ""], ["ids"]),
+    (["--ids", "1,x"], ["'x'"]),
+    (["--ids", "1,-2"], ["-2"]),
+    (["--prompt", ""], ["empty"]),
+    (["--ids", "1", "--max-new-tokens", "0"], ["max_new_tokens", "0"]),
+    (["--ids", "1", "--max-new-tokens", "two"], ["max_new_tokens", "two"]),
+    (["--ids", "1", "--ram", "lots"], ["lots", "8GB"]),
+    (["--ids", "1", "--ram", "1MB"], ["short", "at least"]),
+    (["--ids", "1", "--threads", "1000"], ["threads", "1000"]),
+    (["--prompt-file", "nothing.txt"], ["nothing.txt"]),
+])
+def test_bad_arguments(args, words, tmp_path):
+    refused(k3("decode", MODEL, *args, cwd=tmp_path), 2, *words)
+
+
+def test_an_unwritable_report_is_refused_before_the_run(tmp_path):
+    refused(k3("decode", MODEL, "--ids", "1", "--json", tmp_path / "no" / "r.json"), 2, tmp_path / "no")
