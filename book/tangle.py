@@ -20,10 +20,11 @@ from nbclient import NotebookClient
 
 BOOK = Path(__file__).resolve().parent
 PACKAGE = BOOK.parent / "k3lib"
-# The arrows: what each module may import. Whatever an import may reach, its own imports may reach too.
+# The arrows: what each module may import, in the order modules are made. Whatever an import may reach, its own imports may reach too.
 MAY_IMPORT = {
     "checkpoint": "", "mxfp4": "checkpoint", "linear": "mxfp4", "kda": "linear", "mla": "linear",
     "residual": "linear", "router": "linear", "moe": "mxfp4 router linear", "config": "", "tokenizer": "",
+    "synth": "checkpoint config",
     "trunk": "checkpoint linear", "experts": "moe trunk",
     "model": "checkpoint linear kda mla residual router moe config trunk experts",
     "decode": "model config tokenizer checkpoint trunk experts",
@@ -63,7 +64,7 @@ def module_text(source, made):
             sys.exit(f"{source.relative_to(BOOK.parent)}: imports k3lib.{other}, but {name} may import only: "
                      f"{MAY_IMPORT[name] or 'nothing of the book'}")
         if other not in made:
-            sys.exit(f"{source.relative_to(BOOK.parent)}: imports k3lib.{other}, which no earlier chapter makes")
+            sys.exit(f"{source.relative_to(BOOK.parent)}: imports k3lib.{other}, which is not made before it")
     head = f'"""{title}\n\nMade from {source.relative_to(BOOK.parent)}: edit that, then run `make export`.\n"""\n'
     head += "".join(f"# built on {other} {digest(made[other])}\n" for other in imports)
     body = "\n\n\n".join(code)
@@ -113,7 +114,7 @@ def main():
     args.add_argument("--check", action="store_true")
     args = args.parse_args()
     made, stale = {}, []
-    for source in sources():
+    for source in sorted(sources(), key=lambda s: [*MAY_IMPORT].index(s.stem[3:])):
         name, path = source.stem[3:], PACKAGE / f"{source.stem[3:]}.py"
         made[name] = module_text(source, made)
         if not path.exists() or path.read_text() != made[name]:
