@@ -1,5 +1,32 @@
 # %% [markdown]
 # # 4.1 The router: sixteen of 896, steered by a bias
+#
+# Before K3 reads any routed expert, its router picks the 16 of 896 that a token needs: 1.8% of the experts are read.
+# At the end you can write that choice down exactly, ties included, and show six wrong versions that still look like a router.
+#
+# [3.2 Residuals](../03_mla/02_residual.ipynb) · [contents](../README.md) · [4.2 Latent experts](02_moe.ipynb)
+#
+# | symbol | meaning | shape in K3 | in code |
+# |---|---|---|---|
+# | $x$ | normed hidden state of a token | 7168 | `x` |
+# | $W_g$ | router matrix, tensor `gate.weight`, bf16 | 896 × 7168 | `W["gate"]` |
+# | $\ell = W_g x$ | logits, float32 | 896 | `logits` |
+# | $s = \sigma(\ell)$ | scores, between 0 and 1 | 896 | `s` |
+# | $b$ | tensor `gate.e_score_correction_bias`, float32 | 896 | `bias` |
+# | $k$ | `num_experts_per_token` | 16 | `k` |
+# | $\gamma$ | `routed_scaling_factor` | 1.0 | `scale` |
+# | $e_1 \dots e_k$ | the chosen, best $s+b$ first | 16 | `ids` |
+# | $w_1 \dots w_k$ | what each is multiplied by | 16 | `weights` |
+
+# %%
+import time
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from safetensors.numpy import load_file
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+plt.style.use(ROOT / "book" / "k3.mplstyle")
 
 # %% tags=["export"]
 import numpy as np
@@ -9,7 +36,64 @@ from k3lib.linear import KERNEL, sigmoid
 
 _ZERO, _TINY = np.float32(0), np.float32(1e-20)
 
+# %% tags=["parameters"]
+seed = 4
+tokens = 1024  # for the load experiment of 4.1.5
 
+# %% [markdown]
+# ## 4.1.1 By hand: the two best scores lose
+#
+# Four experts, two to choose. Logits $0, \ln 3, -\ln 3, \ln 3$ give the scores ½, ¾, ¼, ¾. The bias adds
+# 0.3 to expert 0 and 0.6 to expert 2.
+#
+# | expert | $s$ | $b$ | $s+b$ | rank | $w$ |
+# |---|---|---|---|---|---|
+# | 0 | 0.50 | 0.3 | 0.80 | 2nd | 0.50 / 0.75 = 2/3 |
+# | 1 | 0.75 | 0.0 | 0.75 | | |
+# | 2 | 0.25 | 0.6 | 0.85 | 1st | 0.25 / 0.75 = 1/3 |
+# | 3 | 0.75 | 0.0 | 0.75 | | |
+#
+# The bias decides *who* speaks. How loudly is decided by $s$ alone: the first-ranked expert gets the smaller weight here.
+# With $k=3$ experts 1 and 3 tie for the last seat, and the lower id takes it.
+
+# %% [markdown]
+# ## 4.1.2 The rule, in float64
+#
+# $$e_1,\dots,e_k = \text{the } k \text{ largest of } s + b \ (\text{equal: the lower id first}), \qquad
+# w_r = \gamma\,\frac{s_{e_r}}{\sum_q s_{e_q} + 10^{-20}}$$
+#
+# A stable sort of $-(s+b)$ is exactly this: equal values stay in order of their id.
+
+# %%
+def sigmoid64(x):
+    return 1 / (1 + np.exp(-x.astype(np.float64)))
+
+
+def route_reference(logits, bias, k, scale):
+    "ids int64 [T, k] and weights float64 [T, k] in rank order."
+    s = sigmoid64(logits)
+    ids = np.argsort(-(s + bias), axis=1, kind="stable")[:, :k]
+    chosen = np.take_along_axis(s, ids, 1)
+    return ids, chosen / (chosen.sum(1, keepdims=True) + 1e-20) * scale
+
+
+# %%
+hand_logits = np.log(np.array([[1, 3, 1 / 3, 3]], np.float32))
+hand_bias = np.array([.3, 0, .6, 0], np.float32)
+for k in (2, 3):
+    ids, weights = route_reference(hand_logits, hand_bias, k, 1.0)
+    print(f"k = {k}: ids {ids[0].tolist()}, weights {[f'{w:.4f}' for w in weights[0]]}")
+
+# %% [markdown]
+# Why a bias at all? The name says *correction*, and the DeepSeek-V3 report (§2.1.2), whose router has the same form, nudges
+# such a bias during training until all experts get similar loads. That K3 was trained this way is a guess; its arithmetic is not.
+#
+# ## 4.1.3 One pass, in float32
+#
+# The kernel keeps a sorted list of the $k$ best so far. An expert enters only with a *strictly* larger $s+b$, so
+# that of two equal ones the earlier, lower id stays ahead. The sum of scores runs in rank order: one order, one result.
+
+# %% tags=["export"]
 @njit(**KERNEL)
 def _route(logits, bias, scale, best, ids, weights):
     k = ids.shape[1]
@@ -50,3 +134,243 @@ def route(logits, bias, k, scale):
     ids, weights = np.empty((T, k), np.int32), np.empty((T, k), np.float32)
     _route(logits, bias, np.float32(scale), np.empty(k, np.float32), ids, weights)
     return ids, weights
+
+
+# %% [markdown]
+# The table of 4.1.1, then `fixtures/ops/router`: 24 tokens over 896 experts, computed in float64 by PyTorch. Its ids ascend
+# within a row, ours are in rank order: sort before comparing. Three of its rows hold exact ties across the cut.
+
+# %%
+for k in (2, 3):
+    ids, weights = route(hand_logits, hand_bias, k, 1.0)
+    print(f"k = {k}: ids {ids[0].tolist()}, weights {[f'{w:.4f}' for w in weights[0]]}")
+assert ids[0].tolist() == [2, 0, 1] and np.allclose(weights[0], [1 / 6, 1 / 3, 1 / 2], rtol=1e-6)
+
+# %%
+fixture = load_file(ROOT / "fixtures/ops/router.safetensors")
+logits, bias = fixture["logits"], fixture["bias"]
+
+
+def by_id(ids, weights):
+    order = np.argsort(ids, 1)
+    return np.take_along_axis(ids, order, 1), np.take_along_axis(weights, order, 1)
+
+
+for scale, name in ((1.0, "weights"), (2.5, "weights_scaled_2_5")):
+    ids, weights = by_id(*route(logits, bias, 16, scale))
+    worst = np.abs(weights - fixture[name]).max() / fixture[name].max()
+    print(f"scale {scale}: ids equal {np.array_equal(ids, fixture['ids'])}, weights within 1e-5: {worst < 1e-5}")
+    assert np.array_equal(ids, fixture["ids"]) and worst < 1e-5
+
+# %% [markdown]
+# A token's routing must not know about its neighbours. One call for 24 tokens and 24 calls for one give the same bytes.
+
+# %%
+whole = route(logits, bias, 16, 1.0)
+steps = [route(logits[t:t + 1], bias, 16, 1.0) for t in range(len(logits))]
+same = all(a.tobytes() == np.concatenate(b).tobytes() for a, b in zip(whole, zip(*steps)))
+assert same
+print("chunk and single steps, byte for byte:", same)
+
+# %% [markdown]
+# ## 4.1.4 Six routers that still print fluent text
+#
+# Each variant changes one thing, and each picks sixteen plausible experts. The gate compares weights spread over all 896
+# experts, so that a wrong choice and a wrong weight both count: 1e-5 of the largest weight is allowed.
+
+# %%
+def spread(ids, weights, E=896):
+    "float64 [T, E]: the weights at their experts, zero elsewhere."
+    dense = np.zeros((len(ids), E))
+    np.put_along_axis(dense, ids, weights, 1)
+    return dense
+
+
+def variant(choose_by, weigh_by, renormalise=True, low_id_first=True):
+    "A router that chooses by one array and weighs by another."
+    key = choose_by if low_id_first else choose_by[:, ::-1]
+    ids = np.argsort(-key, axis=1, kind="stable")[:, :16]
+    ids = ids if low_id_first else 895 - ids
+    w = np.take_along_axis(weigh_by, ids, 1)
+    return spread(ids, w / w.sum(1, keepdims=True) if renormalise else w)
+
+
+s = sigmoid64(logits)
+e = np.exp(logits.astype(np.float64))
+softmax = e / e.sum(1, keepdims=True)
+variants = {
+    "bias left in the weights": variant(s + bias, s + bias),
+    "bias ignored": variant(s, s),
+    "bias added to the logit": variant(sigmoid64(logits + bias), s),
+    "softmax scores": variant(softmax + bias, softmax),
+    "not renormalised": variant(s + bias, s, renormalise=False),
+    "ties to the higher id": variant(s + bias, s, low_id_first=False),
+}
+
+# %%
+truth = fixture["dense_weights"]
+
+
+def off(dense):
+    "Largest difference from the fixture, relative to its largest weight."
+    return np.abs(dense - truth).max() / truth.max()
+
+
+print(f"{'as built':26} {'passes' if off(spread(*whole)) < 1e-5 else 'FAILS'}")
+for name, dense in variants.items():
+    print(f"{name:26} {'passes' if off(dense) < 1e-5 else 'fails'}, off by {off(dense):.2g}")
+assert off(spread(*whole)) < 1e-5 and all(off(dense) > 1e-2 for dense in variants.values())
+
+# %% [markdown]
+# The first is the quiet one: the experts are right, only the proportions of their weights are not. The norm that follows
+# in 4.2 hides a common factor of the weights, so "not renormalised" will need a second gate there.
+#
+# ## 4.1.5 Look: who is in, and why
+#
+# Above the dashed line sits whoever is chosen; a router that ignored the bias would cut with a vertical line instead.
+
+# %%
+t = 0
+score, steered = s[t], s[t] + bias
+chosen, plain = whole[0][t], np.argsort(-score, kind="stable")[:16]
+brought = np.setdiff1d(chosen, plain)
+fig, ax = plt.subplots()
+ax.plot(score, steered, ".", ms=3, color="C5", alpha=.5, label="not chosen")
+ax.plot(score[chosen], steered[chosen], "o", ms=4, color="C0", label="chosen")
+ax.plot(score[brought], steered[brought], "o", ms=4, color="C1", label=f"chosen thanks to the bias ({len(brought)})")
+ax.axhline(steered[chosen].min(), ls="--", lw=.8, color="C5")
+ax.axvline(score[plain].min(), ls=":", lw=.8, color="C5")
+ax.set(xlabel="score s", ylabel="s + bias", title=f"The bias replaces {len(brought)} of the 16 experts of token {t}")
+ax.legend(loc="upper left")
+plt.show()
+
+# %% [markdown]
+# What such a bias is good for, on a toy: 64 experts of unequal popularity, four to a token. After every batch the bias of a
+# crowded expert goes down a notch, that of an idle one up. `route` is the code under test in both curves.
+
+# %%
+rng = np.random.default_rng(seed)
+popular = (rng.normal(0, .7, 64) + rng.normal(0, 1, (tokens, 64))).astype(np.float32)
+
+
+def load(b):
+    return np.bincount(route(popular, b, 4, 1.0)[0].ravel(), minlength=64)
+
+
+trained = np.zeros(64, np.float32)
+for _ in range(300):
+    trained += np.float32(.004) * np.sign(tokens * 4 / 64 - load(trained)).astype(np.float32)
+before, after = load(np.zeros(64, np.float32)), load(trained)
+mean = tokens * 4 / 64
+
+# %%
+order = np.argsort(-before)
+fig, ax = plt.subplots()
+ax.bar(range(64), before[order], color="C5", alpha=.6, label="choice by s")
+ax.step(range(64), after[order], where="mid", color="C1", label="choice by s + bias")
+ax.axhline(mean, ls="--", lw=.8, color="C0", label="equal share")
+ax.set(xlabel="expert, busiest first", ylabel=f"tokens of {tokens}",
+       title=f"A bias evens the load: busiest expert {before.max() / mean:.1f} times its share, then {after.max() / mean:.1f}")
+ax.legend()
+plt.show()
+assert before.max() > 2.5 * mean and after.max() < 1.3 * mean
+
+# %% [markdown]
+# ## 4.1.6 Make it fast
+#
+# The plain form sorts all 896 to learn 16. In a random order, expert number $i$ is among the best $k$ of the first $i$ with chance
+# $k/i$, so a sorted list of $k$ is touched only $k(1 + H_{896} - H_k)$ times. The fixture agrees:
+
+# %%
+harmonic = np.cumsum(1 / np.arange(1, 897))
+expected = 16 * (1 + harmonic[895] - harmonic[15])
+steered = (s + bias).astype(np.float32)
+entered = [sum(i < 16 or row[i] > np.partition(row[:i], -16)[-16] for i in range(896)) for row in steered]
+print(f"entries into the list, of 896: expected {expected:.0f}, in the fixture {np.mean(entered):.0f} a token")
+assert abs(np.mean(entered) - expected) < 10
+
+# %% [markdown]
+# Each rung of the ladder passes the fixture before it is timed. Its memory is what it writes besides the result: the score table,
+# its sum with the bias and the permutation, or sixteen numbers.
+
+# %%
+def route_sort(logits, bias, k, scale):
+    "The reference in float32."
+    s = 1 / (1 + np.exp(-logits))
+    ids = np.argsort(-(s + bias), axis=1, kind="stable")[:, :k].astype(np.int32)
+    w = np.take_along_axis(s, ids, 1)
+    return ids, w / (w.sum(1, keepdims=True) + np.float32(1e-20)) * np.float32(scale)
+
+
+ladder = [("sort, float64", route_reference, 896 * (8 + 8 + 8)), ("sort, float32", route_sort, 896 * (4 + 4 + 8)),
+          ("one pass, list of 16", route, 16 * 4)]
+for name, rung, _ in ladder:
+    assert off(spread(*rung(logits, bias, 16, 1.0))) < 1e-5, name
+
+# %% tags=["nbval-ignore-output"]
+for name, rung, scratch in ladder:
+    times = []
+    for _ in range(50):
+        began = time.perf_counter()
+        rung(logits, bias, 16, 1.0)
+        times.append(time.perf_counter() - began)
+    print(f"{name:22} {np.median(times) / len(logits) * 1e6:6.1f} us a token, {scratch:6,} bytes of scratch a token")
+
+# %% [markdown]
+# ## 4.1.7 What it refuses, and why float32
+#
+# A NaN compares false with everything, so it would quietly never be chosen. It is an error instead, with its place.
+
+# %%
+bad = logits.copy()
+bad[3, 700] = np.nan
+for arguments in ((bad, bias, 16, 1.0), (logits, bias[:-1], 16, 1.0), (logits, bias, 897, 1.0)):
+    try:
+        route(*arguments)
+    except ValueError as error:
+        print(error)
+
+# %% [markdown]
+# The released code computes the logits in float32 whatever the activations are. Rounding them to bf16, eight bits of mantissa,
+# shows why: somewhere the 16th and the 17th are closer than that, and the token goes elsewhere.
+
+# %%
+def to_bf16(x):
+    "Rounded to the nearest bf16 (ties to even), as float32."
+    bits = x.view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7fff + (bits >> 16 & 1)) >> 16 << 16).astype(np.uint32).view(np.float32)
+
+
+rounded = np.sort(route(to_bf16(logits), bias, 16, 1.0)[0], axis=1)
+changed = int((rounded != fixture["ids"]).any(1).sum())
+ranked = -np.sort(-(s + bias), axis=1)
+gap = ranked[:, 15] - ranked[:, 16]
+gap[fixture["tie_rows"]] = np.inf
+print(f"rerouted by bf16 logits: {changed} of {len(logits)} tokens; closest cut outside the ties: {gap.min():.1e}")
+assert changed > 0
+
+# %% [markdown]
+# ## 4.1.8 Cost for K3
+
+# %%
+layers = 92
+expert_bytes = 3 * 3072 * 3584 * 17 // 32  # three matrices, 16 bytes of codes and one of scale per 32 weights
+print(f"router matrix: {896 * 7168 * 2:,} bytes a layer, {896 * 7168 * 2 * layers / 1e9:.2f} GB a token")
+print(f"it saves reading {(896 - 16) * layers * expert_bytes / 1e9:,.0f} of {896 * layers * expert_bytes / 1e9:,.0f} GB")
+print(f"its own result: {16 * 8} bytes a token and layer")
+
+# %% [markdown]
+# ## Summary
+#
+# - Choose by $s + b$, weigh by $s$: the bias steers the load and never reaches the output.
+# - Ties go to the lower id; the strict comparison in the kernel is that rule.
+# - Logits and scores stay float32; a bf16 logit sends tokens to other experts.
+#
+# ## Exercises
+#
+# 1. The weights of a token sum to $\gamma$, except when? Find finite logits for which `route` returns sixteen zeros.
+# 2. Write `smallest_bias(logits, bias, e, k)`: how much must be added to `bias[e]` for token 0 to choose expert `e`? Test it by
+#    adding slightly less and slightly more.
+# 3. Permute the experts, route, and permute back. For which rows of the fixture does the result change, and why only those?
+#
+# Next: [4.2](02_moe.ipynb) sends each token to its sixteen experts and adds up what they say.
