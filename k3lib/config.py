@@ -48,6 +48,67 @@ def load_json(path):
     return tree
 
 
+@dataclass
+class Reading:
+    "A config tree being read: `missing` fields and `wrong` values are collected, so that one message can tell all."
+
+    tree: dict
+    missing: list = field(default_factory=list)
+    wrong: list = field(default_factory=list)
+
+    def get(self, path):
+        "The value at a dotted path, or None where it or an object above it is absent."
+        value = self.tree
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+    def need(self, path):
+        "Like get, and notes what was missing: the field, or the whole object it should stand in."
+        value, keys = self.get(path), path.split(".")
+        if value is None:
+            absent = next(p for i in range(len(keys)) if self.get(p := ".".join(keys[: i + 1])) is None)
+            above = absent.rpartition(".")[0]
+            if above and not isinstance(self.get(above), dict):
+                self.expect(above, self.get(above), "an object")
+            else:
+                self.missing.append(absent)
+        return value
+
+    def expect(self, path, found, expected):
+        "Notes a fault at `path`: what was found, what was expected."
+        self.wrong.append(f"{path} is {shown(found)}, expected {expected}")
+
+    def whole(self, path, low, high):
+        "The integer at `path`, within low..high; true, 4.0 and \"4\" are not integers."
+        value = self.need(path)
+        if value is None or type(value) is int and low <= value <= high:
+            return value
+        return self.expect(path, value, f"an integer in {low}..{high:,}")
+
+    def real(self, path, low, high):
+        "The finite number at `path` as a float, within low..high."
+        value = self.need(path)
+        if value is None or type(value) in (int, float) and low <= value <= high:
+            return None if value is None else float(value)
+        return self.expect(path, value, f"a number in {low:g}..{high:g}")
+
+    def fixed(self, path, expected):
+        "Notes a fault unless the value at `path`, if there is one, is `expected` in value and type."
+        found = self.get(path)
+        if found is not None and (type(found) is not type(expected) or found != expected):
+            self.expect(path, found, f"{shown(expected)}, the only value implemented")
+
+    def either(self, name, needed=False):
+        "Path and value of a field that may stand in text_config, at the top, or in both if they agree."
+        inner, outer = self.get(f"text_config.{name}"), self.get(name)
+        if inner is not None and outer is not None and inner != outer:
+            self.expect(name, outer, f"{shown(inner)} as in text_config.{name}")
+        if inner is None and outer is not None:
+            return name, outer
+        return f"text_config.{name}", self.need(f"text_config.{name}") if needed else inner
+
+
 INTEGERS = {
     "vocab_size": ("vocab_size", 1, 2**24),
     "hidden_size": ("hidden_size", 1, 2**17),
@@ -96,6 +157,76 @@ FIXED_IF_GIVEN = {
     "num_nextn_predict_layers": 0,
     "topk_method": "noaux_tc",
 }
+
+
+def check_widths(r, n):
+    "Notes faults between fields: `n` maps the names of Config to the values read, None where one was refused."
+    text = "text_config."
+    for name in ("routed_expert_hidden_size", "moe_intermediate_size"):
+        if n[name] is not None and n[name] % 32:
+            r.expect(text + name, n[name], "a multiple of 32, the weights that share one MXFP4 scale")
+    for name, of in (("num_experts_per_token", "num_experts"), ("first_k_dense_replace", "num_hidden_layers")):
+        if None not in (n[name], n[of]) and n[name] > n[of]:
+            r.expect(text + name, n[name], f"at most {of} = {n[of]}")
+    heads, shared = n["num_attention_heads"], r.get(text + "num_key_value_heads")
+    if None not in (heads, shared) and shared != heads:
+        r.expect(text + "num_key_value_heads", shared, f"num_attention_heads = {heads}")
+
+
+def check_quantization(r):
+    "Notes a fault unless the experts are declared as MXFP4: 4-bit floats in groups of 32."
+    path, quantization = r.either("quantization_config", needed=True)
+    if quantization is None:
+        return
+    r.need(f"{path}.format")
+    r.fixed(f"{path}.format", "mxfp4-pack-quantized")
+    groups = r.need(f"{path}.config_groups")
+    if groups is not None and not (isinstance(groups, dict) and groups):
+        r.expect(f"{path}.config_groups", groups, "an object with at least one group")
+    want = {"num_bits": 4, "group_size": 32, "type": "float"}
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        found = {key: weights.get(key) for key in want} if isinstance(weights, dict) else weights
+        if found != want:
+            r.expect(f"{path}.config_groups.*.weights", found, shown(want))
+
+
+def read_token_ids(r, vocab):
+    "bos, eos (a tuple: the field may be a list) and pad id, each optional, each below `vocab`."
+
+    (bos_path, bos), (eos_path, eos), (pad_path, pad) = (r.either(f"{x}_token_id") for x in ("bos", "eos", "pad"))
+    eos = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    given = [(path, i) for path, i in ((bos_path, bos), (pad_path, pad)) if i is not None]
+    for path, i in given + [(eos_path, i) for i in eos]:
+        if vocab is not None and not (type(i) is int and 0 <= i < vocab):
+            r.expect(path, i, f"a token id in 0..{vocab - 1:,}")
+    return {"bos_token_id": bos, "eos_token_ids": eos, "pad_token_id": pad}
+
+
+def read_layer_lists(r, layers):
+    "The KDA and MLA layers as two sets counted from 0. The lists count from 1 and must share out 1..layers."
+    lists = {}
+    for name in ("kda_layers", "full_attn_layers"):
+        path = f"text_config.linear_attn_config.{name}"
+        value = r.need(path)
+        if isinstance(value, list) and all(type(i) is int for i in value):
+            lists[name] = value
+        elif value is not None:
+            r.expect(path, value, "a list of integers")
+    if len(lists) < 2 or layers is None:
+        return frozenset(), frozenset()
+    both = lists["kda_layers"] + lists["full_attn_layers"]
+    times = Counter(both)
+    for fault, found in (
+        ("out of range", sorted(i for i in times if not 1 <= i <= layers)),
+        ("listed twice", sorted(i for i in times if times[i] > 1)),
+        ("in neither list", [i for i in range(1, layers + 1) if i not in times]),
+    ):
+        if found:
+            numbers = ", ".join(shown(i) for i in found[:8]) + (", ..." if len(found) > 8 else "")
+            r.wrong.append(f"text_config.linear_attn_config.kda_layers and full_attn_layers: {numbers} {fault}, "
+                           f"expected each of 1..{layers} once")
+    return tuple(frozenset(i - 1 for i in layers) for layers in lists.values())
 
 
 @dataclass(frozen=True)
@@ -238,137 +369,6 @@ def global_tensors(c):
     yield "language_model.model.output_attn_res_proj.weight", "BF16", (1, H)
 
 
-@dataclass
-class Reading:
-    "A config tree being read: `missing` fields and `wrong` values are collected, so that one message can tell all."
-
-    tree: dict
-    missing: list = field(default_factory=list)
-    wrong: list = field(default_factory=list)
-
-    def get(self, path):
-        "The value at a dotted path, or None where it or an object above it is absent."
-        value = self.tree
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        return value
-
-    def need(self, path):
-        "Like get, and notes what was missing: the field, or the whole object it should stand in."
-        value, keys = self.get(path), path.split(".")
-        if value is None:
-            absent = next(p for i in range(len(keys)) if self.get(p := ".".join(keys[: i + 1])) is None)
-            above = absent.rpartition(".")[0]
-            if above and not isinstance(self.get(above), dict):
-                self.expect(above, self.get(above), "an object")
-            else:
-                self.missing.append(absent)
-        return value
-
-    def expect(self, path, found, expected):
-        "Notes a fault at `path`: what was found, what was expected."
-        self.wrong.append(f"{path} is {shown(found)}, expected {expected}")
-
-    def whole(self, path, low, high):
-        "The integer at `path`, within low..high; true, 4.0 and \"4\" are not integers."
-        value = self.need(path)
-        if value is None or type(value) is int and low <= value <= high:
-            return value
-        return self.expect(path, value, f"an integer in {low}..{high:,}")
-
-    def real(self, path, low, high):
-        "The finite number at `path` as a float, within low..high."
-        value = self.need(path)
-        if value is None or type(value) in (int, float) and low <= value <= high:
-            return None if value is None else float(value)
-        return self.expect(path, value, f"a number in {low:g}..{high:g}")
-
-    def fixed(self, path, expected):
-        "Notes a fault unless the value at `path`, if there is one, is `expected` in value and type."
-        found = self.get(path)
-        if found is not None and (type(found) is not type(expected) or found != expected):
-            self.expect(path, found, f"{shown(expected)}, the only value implemented")
-
-    def either(self, name, needed=False):
-        "Path and value of a field that may stand in text_config, at the top, or in both if they agree."
-        inner, outer = self.get(f"text_config.{name}"), self.get(name)
-        if inner is not None and outer is not None and inner != outer:
-            self.expect(name, outer, f"{shown(inner)} as in text_config.{name}")
-        if inner is None and outer is not None:
-            return name, outer
-        return f"text_config.{name}", self.need(f"text_config.{name}") if needed else inner
-
-
-def read_layer_lists(r, layers):
-    "The KDA and MLA layers as two sets counted from 0. The lists count from 1 and must share out 1..layers."
-    lists = {}
-    for name in ("kda_layers", "full_attn_layers"):
-        path = f"text_config.linear_attn_config.{name}"
-        value = r.need(path)
-        if isinstance(value, list) and all(type(i) is int for i in value):
-            lists[name] = value
-        elif value is not None:
-            r.expect(path, value, "a list of integers")
-    if len(lists) < 2 or layers is None:
-        return frozenset(), frozenset()
-    both = lists["kda_layers"] + lists["full_attn_layers"]
-    times = Counter(both)
-    for fault, found in (
-        ("out of range", sorted(i for i in times if not 1 <= i <= layers)),
-        ("listed twice", sorted(i for i in times if times[i] > 1)),
-        ("in neither list", [i for i in range(1, layers + 1) if i not in times]),
-    ):
-        if found:
-            numbers = ", ".join(shown(i) for i in found[:8]) + (", ..." if len(found) > 8 else "")
-            r.wrong.append(f"text_config.linear_attn_config.kda_layers and full_attn_layers: {numbers} {fault}, "
-                           f"expected each of 1..{layers} once")
-    return tuple(frozenset(i - 1 for i in layers) for layers in lists.values())
-
-
-def check_quantization(r):
-    "Notes a fault unless the experts are declared as MXFP4: 4-bit floats in groups of 32."
-    path, quantization = r.either("quantization_config", needed=True)
-    if quantization is None:
-        return
-    r.need(f"{path}.format")
-    r.fixed(f"{path}.format", "mxfp4-pack-quantized")
-    groups = r.need(f"{path}.config_groups")
-    if groups is not None and not (isinstance(groups, dict) and groups):
-        r.expect(f"{path}.config_groups", groups, "an object with at least one group")
-    want = {"num_bits": 4, "group_size": 32, "type": "float"}
-    for group in groups.values() if isinstance(groups, dict) else ():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        found = {key: weights.get(key) for key in want} if isinstance(weights, dict) else weights
-        if found != want:
-            r.expect(f"{path}.config_groups.*.weights", found, shown(want))
-
-
-def read_token_ids(r, vocab):
-    "bos, eos (a tuple: the field may be a list) and pad id, each optional, each below `vocab`."
-
-    (bos_path, bos), (eos_path, eos), (pad_path, pad) = (r.either(f"{x}_token_id") for x in ("bos", "eos", "pad"))
-    eos = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-    given = [(path, i) for path, i in ((bos_path, bos), (pad_path, pad)) if i is not None]
-    for path, i in given + [(eos_path, i) for i in eos]:
-        if vocab is not None and not (type(i) is int and 0 <= i < vocab):
-            r.expect(path, i, f"a token id in 0..{vocab - 1:,}")
-    return {"bos_token_id": bos, "eos_token_ids": eos, "pad_token_id": pad}
-
-
-def check_widths(r, n):
-    "Notes faults between fields: `n` maps the names of Config to the values read, None where one was refused."
-    text = "text_config."
-    for name in ("routed_expert_hidden_size", "moe_intermediate_size"):
-        if n[name] is not None and n[name] % 32:
-            r.expect(text + name, n[name], "a multiple of 32, the weights that share one MXFP4 scale")
-    for name, of in (("num_experts_per_token", "num_experts"), ("first_k_dense_replace", "num_hidden_layers")):
-        if None not in (n[name], n[of]) and n[name] > n[of]:
-            r.expect(text + name, n[name], f"at most {of} = {n[of]}")
-    shared = r.get(text + "num_key_value_heads")
-    if shared is not None and shared != n["num_attention_heads"]:
-        r.expect(text + "num_key_value_heads", shared, f"num_attention_heads = {n['num_attention_heads']}")
-
-
 def read_config(model_dir):
     "Config from model_dir/config.json. ConfigError lists every missing field and every refused value in one line."
     folder = Path(model_dir)
@@ -395,4 +395,4 @@ def read_config(model_dir):
     return Config(**n)
 
 
-__all__ = ['ConfigError', 'shown', 'MAX_CONFIG_BYTES', 'load_json', 'INTEGERS', 'REALS', 'FIXED', 'FIXED_IF_GIVEN', 'Config', 'kda_tensors', 'mla_tensors', 'gated_mlp_tensors', 'moe_tensors', 'layer_tensors', 'global_tensors', 'Reading', 'read_layer_lists', 'check_quantization', 'read_token_ids', 'check_widths', 'read_config']
+__all__ = ['ConfigError', 'shown', 'MAX_CONFIG_BYTES', 'load_json', 'Reading', 'INTEGERS', 'REALS', 'FIXED', 'FIXED_IF_GIVEN', 'check_widths', 'check_quantization', 'read_token_ids', 'read_layer_lists', 'Config', 'kda_tensors', 'mla_tensors', 'gated_mlp_tensors', 'moe_tensors', 'layer_tensors', 'global_tensors', 'read_config']
