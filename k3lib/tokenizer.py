@@ -58,6 +58,72 @@ def read_ranks(path):
     return bytes(blob), np.array(ends, np.uint32)
 
 
+UPPER = r"(?:(?!\p{Han})[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}])"
+LOWER = r"(?:(?!\p{Han})[\p{Ll}\p{Lm}\p{Lo}\p{M}])"
+ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+PATTERN = "|".join([
+    r"\p{Han}+",
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{ENDING}",
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{ENDING}",
+    r"\p{N}{1,3}",
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+    r"\s*[\r\n]+",
+    r"\s+(?!\S)",
+    r"\s+",
+])
+
+
+def byte_alphabet():
+    "256 printable characters standing for the bytes 0..255: those Latin-1 prints stand for themselves."
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return "".join(chr(b) if b in printable else chr(256 + others.index(b)) for b in range(256))
+
+
+BYTE_CHARS = dict(enumerate(byte_alphabet()))
+
+
+def as_chars(data):
+    "Bytes as a string of the byte alphabet, one character a byte."
+    return data.decode("latin-1").translate(BYTE_CHARS)
+
+
+def build_encoder(blob, offsets):
+    "A `tokenizers` encoder for the ranks, without added tokens: every text is plain text to it."
+    tokens = [blob[a:b] for a, b in pairwise(offsets.tolist())]
+    rank = {token: i for i, token in enumerate(tokens)}
+    names = [as_chars(token) for token in tokens]
+    merges = []
+    for token in tokens:
+        cuts = ((rank.get(token[:i]), rank.get(token[i:])) for i in range(1, len(token)))
+        merges += [(names[a], names[b]) for a, b in sorted(cut for cut in cuts if None not in cut)]
+    model = tokenizers.models.BPE(dict(zip(names, range(len(names)))), merges, ignore_merges=True)
+    encoder = tokenizers.Tokenizer(model)
+    encoder.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
+        tokenizers.pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated"),
+        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])
+    return encoder
+
+
+CUT_CHARS = 400_000
+RUN_CHARS = 25_000
+
+
+def cut(text):
+    "The parts of `text` that are encoded alone: at most 400,000 characters, no run of (non-)whitespace above 25,000."
+    for start in range(0, len(text), CUT_CHARS):
+        chunk = text[start : start + CUT_CHARS]
+        begin = at = 0
+        for _, run in groupby(chunk, str.isspace) if len(chunk) > RUN_CHARS else ():
+            end = at + sum(1 for _ in run)
+            for at in range(at + RUN_CHARS, end, RUN_CHARS):
+                yield chunk[begin:at]
+                begin = at
+            at = end
+        yield chunk[begin:]
+
+
 def read_json(path):
     "The JSON object in `path`; a key given twice in one object is refused."
 
@@ -123,72 +189,6 @@ def stop_ids(path, tree, ids):
     if eos is not None and (not isinstance(eos, str) or eos not in ids):
         raise TokenizerError(f"{path}: eos_token is {str(eos)[:40]!a}, expected a name of added_tokens_decoder")
     return tuple(sorted({ids[name] for name in ("<|end_of_msg|>", "[EOS]", eos) if name in ids}))
-
-
-def byte_alphabet():
-    "256 printable characters standing for the bytes 0..255: those Latin-1 prints stand for themselves."
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return "".join(chr(b) if b in printable else chr(256 + others.index(b)) for b in range(256))
-
-
-BYTE_CHARS = dict(enumerate(byte_alphabet()))
-
-
-def as_chars(data):
-    "Bytes as a string of the byte alphabet, one character a byte."
-    return data.decode("latin-1").translate(BYTE_CHARS)
-
-
-UPPER = r"(?:(?!\p{Han})[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}])"
-LOWER = r"(?:(?!\p{Han})[\p{Ll}\p{Lm}\p{Lo}\p{M}])"
-ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-PATTERN = "|".join([
-    r"\p{Han}+",
-    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{ENDING}",
-    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{ENDING}",
-    r"\p{N}{1,3}",
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-    r"\s*[\r\n]+",
-    r"\s+(?!\S)",
-    r"\s+",
-])
-
-
-def build_encoder(blob, offsets):
-    "A `tokenizers` encoder for the ranks, without added tokens: every text is plain text to it."
-    tokens = [blob[a:b] for a, b in pairwise(offsets.tolist())]
-    rank = {token: i for i, token in enumerate(tokens)}
-    names = [as_chars(token) for token in tokens]
-    merges = []
-    for token in tokens:
-        cuts = ((rank.get(token[:i]), rank.get(token[i:])) for i in range(1, len(token)))
-        merges += [(names[a], names[b]) for a, b in sorted(cut for cut in cuts if None not in cut)]
-    model = tokenizers.models.BPE(dict(zip(names, range(len(names)))), merges, ignore_merges=True)
-    encoder = tokenizers.Tokenizer(model)
-    encoder.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
-        tokenizers.pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated"),
-        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
-    return encoder
-
-
-CUT_CHARS = 400_000
-RUN_CHARS = 25_000
-
-
-def cut(text):
-    "The parts of `text` that are encoded alone: at most 400,000 characters, no run of (non-)whitespace above 25,000."
-    for start in range(0, len(text), CUT_CHARS):
-        chunk = text[start : start + CUT_CHARS]
-        begin = at = 0
-        for _, run in groupby(chunk, str.isspace) if len(chunk) > RUN_CHARS else ():
-            end = at + sum(1 for _ in run)
-            for at in range(at + RUN_CHARS, end, RUN_CHARS):
-                yield chunk[begin:at]
-                begin = at
-            at = end
-        yield chunk[begin:]
 
 
 class StreamDecoder:
@@ -284,4 +284,4 @@ class Tokenizer:
             trim(0)
 
 
-__all__ = ['TokenizerError', 'MAX_FILE_BYTES', 'file_bytes', 'read_ranks', 'read_json', 'named_specials', 'MAX_SPECIALS', 'all_specials', 'stop_ids', 'byte_alphabet', 'BYTE_CHARS', 'as_chars', 'UPPER', 'LOWER', 'ENDING', 'PATTERN', 'build_encoder', 'CUT_CHARS', 'RUN_CHARS', 'cut', 'StreamDecoder', 'Tokenizer']
+__all__ = ['TokenizerError', 'MAX_FILE_BYTES', 'file_bytes', 'read_ranks', 'UPPER', 'LOWER', 'ENDING', 'PATTERN', 'byte_alphabet', 'BYTE_CHARS', 'as_chars', 'build_encoder', 'CUT_CHARS', 'RUN_CHARS', 'cut', 'read_json', 'named_specials', 'MAX_SPECIALS', 'all_specials', 'stop_ids', 'StreamDecoder', 'Tokenizer']
