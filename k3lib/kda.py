@@ -1,4 +1,4 @@
-"""2.1 Kimi Delta Attention: a memory of fixed size
+"""2.1 Kimi Delta Attention: a memory that never grows
 
 Made from book/02_kda/01_kda.py: edit that, then run `make export`.
 """
@@ -84,7 +84,7 @@ def kda_decay(z, A_log, dt_bias, lower_bound):
     """
     T, heads, d = z.shape
     if len(A_log) < heads:
-        raise ValueError(f"kda_decay: A_log has {len(A_log)} entries, expected at least one for each of {heads} heads")
+        raise ValueError(f"kda_decay: A_log has {len(A_log)} entries, expected one for each of {heads} heads")
     _fits("kda_decay: dt_bias", dt_bias, (heads * d,))
     out = np.empty_like(z)
     _kda_decay(z, A_log, dt_bias.reshape(heads, d), lower_bound, out)
@@ -92,36 +92,51 @@ def kda_decay(z, A_log, dt_bias, lower_bound):
 
 
 @njit(**KERNEL)
-def _expected(S, alpha, k, out):
-    "out = (diag(alpha) S)^T k: what the decayed state [dk, dv] answers to key k. Keys in order, four to a pass over out."
-    keys, values = S.shape
-    for j in range(values):
-        out[j] = _ZERO
-    i = 0
-    while i + 4 <= keys:
-        a, b, c, d = alpha[i] * k[i], alpha[i + 1] * k[i + 1], alpha[i + 2] * k[i + 2], alpha[i + 3] * k[i + 3]
-        A, B, C, D = S[i], S[i + 1], S[i + 2], S[i + 3]
-        for j in range(values):
-            out[j] = fma(d, D[j], fma(c, C[j], fma(b, B[j], fma(a, A[j], out[j]))))
-        i += 4
-    while i < keys:
-        a, A = alpha[i] * k[i], S[i]
-        for j in range(values):
-            out[j] = fma(a, A[j], out[j])
-        i += 1
+def _recall_rows(S, alpha, k, first, out):
+    "out += (diag(alpha) S)^T k, key rows from `first` on, one after another."
+    for i in range(first, k.size):
+        a = alpha[i] * k[i]
+        for j in range(out.size):
+            out[j] = fma(a, S[i, j], out[j])
 
 
 @njit(**KERNEL)
-def _write_read(S, alpha, k, d, q, out):
-    "S = diag(alpha) S + k d^T, then out = S^T q, row by row while the row is at hand."
-    for j in range(out.size):
-        out[j] = _ZERO
-    for i in range(S.shape[0]):
-        row, a, b, c = S[i], alpha[i], k[i], q[i]
+def _correct_rows(S, alpha, k, delta, q, first, out):
+    "S = diag(alpha) S + k delta^T, out += S^T q, key rows from `first` on, one after another."
+    for i in range(first, k.size):
+        a, b, c = alpha[i], k[i], q[i]
         for j in range(out.size):
-            s = fma(b, d[j], a * row[j])
-            row[j] = s
+            s = fma(b, delta[j], a * S[i, j])
+            S[i, j] = s
             out[j] = fma(c, s, out[j])
+
+
+@njit(**KERNEL)
+def _recall(S, alpha, k, out):
+    "out += (diag(alpha) S)^T k, four key rows a pass."
+    whole = k.size - k.size % 4
+    for i in range(0, whole, 4):
+        a0, a1, a2, a3 = alpha[i] * k[i], alpha[i + 1] * k[i + 1], alpha[i + 2] * k[i + 2], alpha[i + 3] * k[i + 3]
+        for j in range(out.size):
+            out[j] = fma(a3, S[i + 3, j], fma(a2, S[i + 2, j], fma(a1, S[i + 1, j], fma(a0, S[i, j], out[j]))))
+    _recall_rows(S, alpha, k, whole, out)
+
+
+@njit(**KERNEL)
+def _correct(S, alpha, k, delta, q, out):
+    "S = diag(alpha) S + k delta^T, out += S^T q, four key rows a pass."
+    whole = k.size - k.size % 4
+    for i in range(0, whole, 4):
+        a0, a1, a2, a3 = alpha[i], alpha[i + 1], alpha[i + 2], alpha[i + 3]
+        b0, b1, b2, b3 = k[i], k[i + 1], k[i + 2], k[i + 3]
+        c0, c1, c2, c3 = q[i], q[i + 1], q[i + 2], q[i + 3]
+        for j in range(out.size):
+            e = delta[j]
+            s0, s1 = fma(b0, e, a0 * S[i, j]), fma(b1, e, a1 * S[i + 1, j])
+            s2, s3 = fma(b2, e, a2 * S[i + 2, j]), fma(b3, e, a3 * S[i + 3, j])
+            S[i, j], S[i + 1, j], S[i + 2, j], S[i + 3, j] = s0, s1, s2, s3
+            out[j] = fma(c3, s3, fma(c2, s2, fma(c1, s1, fma(c0, s0, out[j]))))
+    _correct_rows(S, alpha, k, delta, q, whole, out)
 
 
 @njit(parallel=True, **KERNEL)
@@ -130,11 +145,14 @@ def _kda_recurrent(q, k, v, alpha, beta, S, query, delta, out):
     scale = _ONE / np.sqrt(np.float32(d))
     for h in prange(heads):
         for t in range(T):
-            _expected(S[h], alpha[t, h], k[t, h], out[t, h])
+            o = out[t, h]
+            o[:] = _ZERO
+            _recall(S[h], alpha[t, h], k[t, h], o)
             for i in range(d):
-                delta[h, i] = beta[t, h] * (v[t, h, i] - out[t, h, i])
+                delta[h, i] = beta[t, h] * (v[t, h, i] - o[i])
                 query[h, i] = scale * q[t, h, i]
-            _write_read(S[h], alpha[t, h], k[t, h], delta[h], query[h], out[t, h])
+            o[:] = _ZERO
+            _correct(S[h], alpha[t, h], k[t, h], delta[h], query[h], o)
 
 
 def kda_recurrent(q, k, v, alpha, beta, S):
@@ -148,8 +166,9 @@ def kda_recurrent(q, k, v, alpha, beta, S):
         _fits(f"kda_recurrent: {name}", array, v.shape)
     _fits("kda_recurrent: beta", beta, (T, heads))
     _fits("kda_recurrent: S", S, (heads, d, d))
-    out, scratch = np.empty_like(v), np.empty((2, heads, d), np.float32)
-    _kda_recurrent(q, k, v, alpha, beta, S, scratch[0], scratch[1], out)
+    query, delta = np.empty((2, heads, d), np.float32)
+    out = np.empty_like(v)
+    _kda_recurrent(q, k, v, alpha, beta, S, query, delta, out)
     return out
 
 
@@ -167,7 +186,7 @@ def squash(x):
 
 
 class KDAState(NamedTuple):
-    "What one layer carries from token to token: `conv` float32 [3 (q, k, v), P, kernel-1], oldest first, and `S` float32 [heads, key, value]."
+    "What a layer carries from token to token: `conv` float32 [3 (q, k, v), P, kernel-1], oldest first; `S` float32 [heads, key, value]."
 
     conv: np.ndarray
     S: np.ndarray
@@ -185,7 +204,7 @@ KDA_ORDER = ("q_proj", "q_conv1d", "k_proj", "k_conv1d", "v_proj", "v_conv1d", "
 def kda_layer(W, x, state, eps, lower_bound):
     """One layer's attention, float32 [T, H], for normed input `x` float32 [T, H], T >= 1; moves `state` on by T tokens.
 
-    `W` maps each name of KDA_ORDER to a matrix or a float32 vector; each is taken once, in that order. Heads and widths
+    `W` maps each name of KDA_ORDER to a matrix or a float32 array; each is taken once, in that order. Heads and widths
     are the state's. Any cut of the tokens into calls gives the same bits.
     """
     heads, d, _ = state.S.shape
@@ -193,7 +212,8 @@ def kda_layer(W, x, state, eps, lower_bound):
     q, k, v = (short_conv(linear(W[f"{n}_proj"], x), W[f"{n}_conv1d"], state.conv[i]).reshape(each_head)
                for i, n in enumerate("qkv"))
     beta = squash(linear(W["b_proj"], x))
-    z = linear(W["f_b_proj"], linear(W["f_a_proj"], x)).reshape(each_head)
+    low = linear(W["f_a_proj"], x)  # taken before f_b_proj: a streamed matrix goes by in order
+    z = linear(W["f_b_proj"], low).reshape(each_head)
     alpha = kda_decay(z, W["A_log"], W["dt_bias"], lower_bound)
     o = kda_recurrent(l2norm(q), l2norm(k), v, alpha, beta, state.S)
     gate = squash(linear(W["g_proj"], x))
