@@ -22,7 +22,7 @@ BOOK = Path(__file__).resolve().parent
 PACKAGE = BOOK.parent / "k3lib"
 # The arrows: what each module may import, in the order modules are made. Whatever an import may reach, its own imports may reach too.
 MAY_IMPORT = {
-    "checkpoint": "", "mxfp4": "checkpoint", "linear": "mxfp4", "kda": "linear", "mla": "linear",
+    "checkpoint": "", "mxfp4": "checkpoint", "linear": "mxfp4", "kda": "linear", "mla": "mxfp4 linear",
     "residual": "linear", "router": "linear", "moe": "mxfp4 router linear", "config": "", "tokenizer": "",
     "synth": "checkpoint config",
     "trunk": "checkpoint linear", "experts": "moe trunk",

@@ -27,11 +27,17 @@ def _short_conv(x, weight, state, out):
     kernel = weight.shape[2]
     for t in range(T):
         for c in range(channels):
-            y = _ZERO
-            for j in range(kernel):
-                s = t + j - (kernel - 1)
-                y = fma(weight[c, 0, j], x[s, c] if s >= 0 else state[c, s + kernel - 1], y)
-            out[t, c] = y * sigmoid(y)
+            out[t, c] = _ZERO
+        for j in range(kernel):
+            s = t + j - (kernel - 1)
+            if s >= 0:
+                for c in range(channels):
+                    out[t, c] = fma(weight[c, 0, j], x[s, c], out[t, c])
+            else:
+                for c in range(channels):
+                    out[t, c] = fma(weight[c, 0, j], state[c, s + kernel - 1], out[t, c])
+        for c in range(channels):
+            out[t, c] = out[t, c] * sigmoid(out[t, c])
     for c in range(channels):
         for j in range(kernel - 1):
             s = T + j - (kernel - 1)
@@ -139,20 +145,26 @@ def _correct(S, alpha, k, delta, q, out):
     _correct_rows(S, alpha, k, delta, q, whole, out)
 
 
+@njit(**KERNEL)
+def _one_head(h, q, k, v, alpha, beta, S, query, delta, out):
+    "All tokens of head h, one after another; query and delta [d] are scratch."
+    scale = _ONE / np.sqrt(np.float32(query.size))
+    for t in range(len(v)):
+        o = out[t, h]
+        for j in range(o.size):
+            o[j] = _ZERO
+        _recall(S, alpha[t, h], k[t, h], o)
+        for j in range(o.size):
+            delta[j] = beta[t, h] * (v[t, h, j] - o[j])
+            query[j] = scale * q[t, h, j]
+            o[j] = _ZERO
+        _correct(S, alpha[t, h], k[t, h], delta, query, o)
+
+
 @njit(parallel=True, **KERNEL)
 def _kda_recurrent(q, k, v, alpha, beta, S, query, delta, out):
-    T, heads, d = v.shape
-    scale = _ONE / np.sqrt(np.float32(d))
-    for h in prange(heads):
-        for t in range(T):
-            o = out[t, h]
-            o[:] = _ZERO
-            _recall(S[h], alpha[t, h], k[t, h], o)
-            for i in range(d):
-                delta[h, i] = beta[t, h] * (v[t, h, i] - o[i])
-                query[h, i] = scale * q[t, h, i]
-            o[:] = _ZERO
-            _correct(S[h], alpha[t, h], k[t, h], delta[h], query[h], o)
+    for h in prange(len(S)):
+        _one_head(h, q, k, v, alpha, beta, S[h], query[h], delta[h], out)
 
 
 def kda_recurrent(q, k, v, alpha, beta, S):

@@ -1,4 +1,4 @@
-"""4.2 Latent experts: 16 of 896 in half the width, and two that always speak
+"""4.2 Latent experts: sixteen in half the width, two that always speak
 
 Made from book/04_moe_router/02_moe.py: edit that, then run `make export`.
 """
@@ -89,7 +89,7 @@ def routed_sum(experts, z, ids, weights, beta, linear_beta):
     rows = np.empty((T * k, z.shape[1]), np.float32)
     for e, expert in experts.arrivals():
         if e not in due:
-            raise RuntimeError(f"expert {e} arrived but is not due: due are {sorted(due)}")
+            raise RuntimeError(f"expert {e} arrived, but those still due are {sorted(due)}")
         mine = due.pop(e)
         expert_mlp(expert, z[pairs[mine] // k], beta, linear_beta, rows[mine])
     if due:

@@ -82,7 +82,7 @@ timed_layers = 69  # states swept by the timing of 2.1.6: one of K3's KDA layers
 
 # %%
 def sigmoid64(x):
-    return 1 / (1 + np.exp(-np.asarray(x, np.float64)))
+    return np.exp(-np.logaddexp(0, -np.asarray(x, np.float64)))
 
 
 def silu64(x):
@@ -108,11 +108,17 @@ def _short_conv(x, weight, state, out):
     kernel = weight.shape[2]
     for t in range(T):
         for c in range(channels):
-            y = _ZERO
-            for j in range(kernel):
-                s = t + j - (kernel - 1)
-                y = fma(weight[c, 0, j], x[s, c] if s >= 0 else state[c, s + kernel - 1], y)
-            out[t, c] = y * sigmoid(y)
+            out[t, c] = _ZERO
+        for j in range(kernel):
+            s = t + j - (kernel - 1)
+            if s >= 0:
+                for c in range(channels):
+                    out[t, c] = fma(weight[c, 0, j], x[s, c], out[t, c])
+            else:
+                for c in range(channels):
+                    out[t, c] = fma(weight[c, 0, j], state[c, s + kernel - 1], out[t, c])
+        for c in range(channels):
+            out[t, c] = out[t, c] * sigmoid(out[t, c])
     for c in range(channels):
         for j in range(kernel - 1):
             s = T + j - (kernel - 1)
@@ -134,7 +140,7 @@ def short_conv(x, weight, state):
 
 # %% [markdown]
 # `fixtures/ops/short_conv`, computed by PyTorch in float64. The gate of every op here is 1e-5 of the output's largest magnitude; float32
-# itself is a hundred times closer. `rejects` turns the gate around: a wrong version must fall outside it.
+# itself stays within a tenth of that (`ops/README.md`). `rejects` turns the gate around: a wrong version must fall outside it.
 
 # %%
 TOLERANCE = 1e-5
@@ -301,7 +307,7 @@ rejects(fixture["g"], {
 # per channel, `A_log` would give every channel its curve and the cloud no line.
 
 # %%
-lived = np.linspace(-8.5, 5, 200)
+lived = np.linspace(-8.5, 8, 200)
 for h in range(3):
     curve = np.log(2) / (5 * sigmoid64(np.exp(A_log[h]) * lived))
     plt.plot(lived, curve, color=f"C{h}", lw=1)
@@ -368,8 +374,8 @@ for start, o_name, S_name in ((zero, "o", "final_state"), (given, "o_s0", "final
     check(S_name, S, fixture[S_name])
 
 # %% [markdown]
-# Nine ways to get it wrong. The last but one of the first group still converges to the right values when $\alpha = 1$, the fifth when
-# tokens are alike; none survives the fixture.
+# Nine ways to get it wrong. The second is the closest: where channels hardly fade, the undecayed state errs by almost nothing. The
+# fixture fades enough to see it.
 
 # %%
 def keyed(S, alpha):
@@ -420,20 +426,26 @@ def _correct_rows(S, alpha, k, delta, q, first, out):
 
 
 # %%
+@njit(**KERNEL)
+def one_row_head(h, q, k, v, alpha, beta, S, query, delta, out):
+    "All tokens of head h, one after another; query and delta [d] are scratch."
+    scale = _ONE / np.sqrt(np.float32(query.size))
+    for t in range(len(v)):
+        o = out[t, h]
+        for j in range(o.size):
+            o[j] = _ZERO
+        _recall_rows(S, alpha[t, h], k[t, h], 0, o)
+        for j in range(o.size):
+            delta[j] = beta[t, h] * (v[t, h, j] - o[j])
+            query[j] = scale * q[t, h, j]
+            o[j] = _ZERO
+        _correct_rows(S, alpha[t, h], k[t, h], delta, query, 0, o)
+
+
 @njit(parallel=True, **KERNEL)
 def one_row_a_pass(q, k, v, alpha, beta, S, query, delta, out):
-    T, heads, d = v.shape
-    scale = _ONE / np.sqrt(np.float32(d))
-    for h in prange(heads):
-        for t in range(T):
-            o = out[t, h]
-            o[:] = _ZERO
-            _recall_rows(S[h], alpha[t, h], k[t, h], 0, o)
-            for i in range(d):
-                delta[h, i] = beta[t, h] * (v[t, h, i] - o[i])
-                query[h, i] = scale * q[t, h, i]
-            o[:] = _ZERO
-            _correct_rows(S[h], alpha[t, h], k[t, h], delta[h], query[h], 0, o)
+    for h in prange(len(S)):
+        one_row_head(h, q, k, v, alpha, beta, S[h], query[h], delta[h], out)
 
 
 # %% [markdown]
@@ -470,20 +482,26 @@ def _correct(S, alpha, k, delta, q, out):
 
 
 # %% tags=["export"]
+@njit(**KERNEL)
+def _one_head(h, q, k, v, alpha, beta, S, query, delta, out):
+    "All tokens of head h, one after another; query and delta [d] are scratch."
+    scale = _ONE / np.sqrt(np.float32(query.size))
+    for t in range(len(v)):
+        o = out[t, h]
+        for j in range(o.size):
+            o[j] = _ZERO
+        _recall(S, alpha[t, h], k[t, h], o)
+        for j in range(o.size):
+            delta[j] = beta[t, h] * (v[t, h, j] - o[j])
+            query[j] = scale * q[t, h, j]
+            o[j] = _ZERO
+        _correct(S, alpha[t, h], k[t, h], delta, query, o)
+
+
 @njit(parallel=True, **KERNEL)
 def _kda_recurrent(q, k, v, alpha, beta, S, query, delta, out):
-    T, heads, d = v.shape
-    scale = _ONE / np.sqrt(np.float32(d))
-    for h in prange(heads):
-        for t in range(T):
-            o = out[t, h]
-            o[:] = _ZERO
-            _recall(S[h], alpha[t, h], k[t, h], o)
-            for i in range(d):
-                delta[h, i] = beta[t, h] * (v[t, h, i] - o[i])
-                query[h, i] = scale * q[t, h, i]
-            o[:] = _ZERO
-            _correct(S[h], alpha[t, h], k[t, h], delta[h], query[h], o)
+    for h in prange(len(S)):
+        _one_head(h, q, k, v, alpha, beta, S[h], query[h], delta[h], out)
 
 
 def kda_recurrent(q, k, v, alpha, beta, S):
@@ -541,8 +559,8 @@ for d in (128, 35):
     assert same
 
 # %% [markdown]
-# The clock, over one token's worth of state, 434 MB. Beside the three rungs run two loops that do nothing but move it: one reads it, one
-# reads and writes it. All five take turns layer by layer, each at a layer the others have long left, and the best of each layer counts.
+# The clock, over one token's worth of state, 434 MB. Beside the rungs run two loops that do nothing but move it: one reads it, one
+# reads and writes it. They take turns layer by layer, each at a layer the others have long left, and the best of each layer counts.
 
 # %%
 def numpy_step(S):
@@ -589,14 +607,13 @@ token = some_tokens(1, 96, 128)
 states = np.full((timed_layers, 96, 128, 128), .01, np.float32)
 sums = np.zeros((96, 64), np.float32)
 kernels = {
-    "NumPy, five passes": numpy_step,
     "two passes, one row": lambda S: one_row(*token, S),
     "two passes, four rows": lambda S: kda_recurrent(*token, S),
     "read the state": lambda S: read_all(S, sums),
     "read and write it": read_write_all,
 }
 sweep(kernels, states[:1], 1)
-took = sweep(kernels, states, 4)
+took = sweep({"NumPy, five passes": numpy_step}, states, 1) | sweep(kernels, states, 8)
 print(f"{f'{states.nbytes / 1e6:.0f} MB of state':24} {'time':>12} {'moved':>16} {'against read + write':>22}")
 for name, seconds in took.items():
     moved = states.nbytes * (1 if name == "read the state" else 2)
@@ -649,6 +666,8 @@ rng = np.random.default_rng(seed)
 k, v = l2norm(rng.standard_normal((2, T, d)).astype(np.float32))
 a = k[4].copy()
 k[16] = a
+v[16] -= v[16] @ v[4] * v[4]  # so that neither value is part of the other
+v[16] /= np.linalg.norm(v[16])
 beta = np.full((T, 1), .6, np.float32)
 beta[[4, 16]] = 1
 ask = np.tile(a, (T, 1))[:, None]
@@ -801,8 +820,8 @@ check("hidden state after layer 0, float64", after_layer0(layer64(W64, x64, 4)),
 check("hidden state after layer 0, kda_layer", after_layer0(y), oracle["hidden_after_layer"][0])
 
 # %% [markdown]
-# Now each mistake alone, in a whole layer. All of these give finite, well-scaled numbers, in the full model even fluent text; all fall far
-# outside the gate of 1e-5.
+# Now each mistake alone, in a whole layer. The norms around it hide them: every one gives finite numbers of the usual size. All fall
+# far outside the gate of 1e-5.
 
 # %%
 wrong_steps = {
@@ -816,9 +835,7 @@ wrong_steps = {
     "softplus decay": dict(decay=softplus64),
     "query not scaled": dict(scale=np.sqrt(32)),
 } | {name: dict(update=update) for name, update in WRONG_UPDATE.items()}
-with np.errstate(over="ignore", invalid="ignore"):
-    wrong = {name: after_layer0(layer64(W64, x64, 4, **swap)) for name, swap in wrong_steps.items()}
-rejects(oracle["hidden_after_layer"][0], wrong)
+rejects(oracle["hidden_after_layer"][0], {name: after_layer0(layer64(W64, x64, 4, **swap)) for name, swap in wrong_steps.items()})
 
 # %% [markdown]
 # ## 2.1.10 Any cut, the same bits

@@ -4,7 +4,7 @@
 # Before K3 reads any routed expert, its router picks the 16 of 896 that a token needs: 1.8% of the experts are read.
 # At the end you can write that choice down exactly, ties included, and show six wrong versions that still look like a router.
 #
-# [3.2 Residuals](../03_mla/02_residual.ipynb) · [contents](../README.md) · [4.2 Latent experts](02_moe.ipynb)
+# [3.2 Residuals](../03_mla/02_residual.ipynb) · [contents](../README.md) · next: [4.2 Latent experts](02_moe.ipynb)
 #
 # | symbol | meaning | shape in K3 | in code |
 # |---|---|---|---|

@@ -1,5 +1,40 @@
 # %% [markdown]
-# # 4.2 Latent experts: 16 of 896 in half the width, and two that always speak
+# # 4.2 Latent experts: sixteen in half the width, two that always speak
+#
+# K3 keeps 93% of its bytes in experts that work on a 3,584-wide shadow of the 7,168-wide hidden state. At the end you can run one
+# such layer from packed weights, fetch each expert once for a whole chunk, and get the same bytes in whatever order they arrive.
+#
+# [4.1 The router](01_router.ipynb) · [contents](../README.md) · next: [5.1 The config](../05_streaming/01_config.ipynb)
+#
+# | symbol | meaning | shape in K3 | in code |
+# |---|---|---|---|
+# | $x$ | normed hidden state | 7168 | `x` |
+# | $D$ | into the latent, `routed_expert_down_proj` | 3584 × 7168 | `W["routed_expert_down_proj"]` |
+# | $z = Dx$ | what the routed experts see | 3584 | `z` |
+# | $W_1, W_3$ | an expert's gate and up, MXFP4 | 3072 × 3584 | `expert.w1`, `expert.w3` |
+# | $W_2$ | an expert's down, MXFP4 | 3584 × 3072 | `expert.w2` |
+# | $w_r$, $e_r$ | weight and id of the expert of rank $r$, from 4.1 | 16 | `weights`, `ids` |
+# | $u$ | weighted sum of the experts' answers | 3584 | `u` |
+# | $n$ | `routed_expert_norm` | 3584 | `W["routed_expert_norm"]` |
+# | $U$ | back out, `routed_expert_up_proj` | 7168 × 3584 | `W["routed_expert_up_proj"]` |
+# | $S$ | two shared experts in one MLP of width 6144, `shared_experts.*` | 7168 → 7168 | `dense_mlp` |
+# | $\beta$, $\beta_l$ | `activation_situ_beta`, `activation_situ_linear_beta` | 4, 25 | `beta`, `linear_beta` |
+#
+# $$y = U\,\mathrm{RMSNorm}(u; n) + S(x), \qquad u = \sum_{r=1}^{16} w_r\, W_2^{(e_r)}\, \mathrm{SiTU}(W_1^{(e_r)} z,\; W_3^{(e_r)} z)$$
+
+# %%
+import time
+from itertools import permutations
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from safetensors.numpy import load_file
+
+from k3lib.linear import Rows
+from k3lib.mxfp4 import decode
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+plt.style.use(ROOT / "book" / "k3.mplstyle")
 
 # %% tags=["export"]
 from typing import NamedTuple
@@ -12,6 +47,48 @@ from k3lib.mxfp4 import mxfp4_matmul
 from k3lib.router import route
 
 _ZERO = np.float32(0)
+
+# %% tags=["parameters"]
+seed = 42
+latent, intermediate = 3584, 3072  # of the expert that is timed in 4.2.7: K3's own
+
+# %% [markdown]
+# ## 4.2.1 By hand: a bounded gate, and a norm in the right place
+#
+# SiTU at two friendly points: the gate $4\,\mathrm{artanh}\,\tfrac12 = 2\ln 3$ and the up value $25\,\mathrm{artanh}\,\tfrac12$. The capped gate is
+# $4 \cdot \tfrac12 = 2$, the sigmoid of $2 \ln 3$ is 0.9, the capped up value is $25 \cdot \tfrac12$; together $2 \cdot 0.9 \cdot 12.5 = 22.5$.
+#
+# Two experts answer $(3, 0)$ and $(0, 1)$, each with weight ½. The sum is $(1.5, 0.5)$, its root mean square $\sqrt{1.25}$, so the norm
+# gives $(1.342, 0.447)$. Norming each answer first would give $(0.707, 0.707)$: that one of them spoke three times louder is forgotten.
+
+# %%
+answers, half = np.array([[3., 0], [0, 1]]), np.array([.5, .5])
+
+
+def rms64(v, eps=0.):
+    return v / np.sqrt(np.mean(v * v, axis=-1, keepdims=True) + eps)
+
+
+print("norm of the sum ", [f"{v:.3f}" for v in rms64(half @ answers)])
+print("norm per expert ", [f"{v:.3f}" for v in half @ rms64(answers)])
+
+# %% [markdown]
+# ## 4.2.2 SiTU: SiLU with a ceiling
+#
+# $$\mathrm{SiTU}(g, u) = \beta \tanh(g/\beta)\,\sigma(g)\;\cdot\;\beta_l \tanh(u/\beta_l)$$
+#
+# For small arguments this is $g\,\sigma(g)\,u$, the usual SwiGLU. For large ones it stops at $4 \cdot 25 = 100$, so no channel can
+# run away. The sigmoid sees $g$ itself, not its capped form.
+
+# %%
+def situ_reference(gate, up, beta=4., linear_beta=25.):
+    "The equation in float64."
+    gate, up = gate.astype(np.float64), up.astype(np.float64)
+    return beta * np.tanh(gate / beta) * sigmoid64(gate) * linear_beta * np.tanh(up / linear_beta)
+
+
+def sigmoid64(x):
+    return np.exp(-np.logaddexp(0, -x))
 
 
 # %% tags=["export"]
@@ -32,6 +109,59 @@ def situ_glu(gate, up, beta, linear_beta, out=None):
     return out
 
 
+# %%
+hand_gate, hand_up = np.float32([2 * np.log(3)]), np.float32([25 * np.arctanh(.5)])
+print(f"{situ_glu(hand_gate, hand_up, 4, 25)[0]:.3f}")
+situ = load_file(ROOT / "fixtures/ops/situ_glu.safetensors")
+y = situ_glu(situ["gate"], situ["up"], 4, 25)
+assert abs(situ_glu(hand_gate, hand_up, 4, 25)[0] - 22.5) < 1e-4
+assert (np.abs(y - situ["y"]) <= 1e-5 * np.abs(situ["y"]) + 1e-12).all()
+print(f"{len(y)} pairs, each within 1e-5 of its value: True; largest {np.abs(y).max():.1f}")
+
+# %% [markdown]
+# The fixture crosses 51 values from ±0.001 to ±1000 and 0. Below are six wrong forms. Near zero all of them
+# agree with SiTU, so a test with small numbers passes every one.
+
+# %%
+g, u = situ["gate"].astype(np.float64), situ["up"].astype(np.float64)
+cap = 4 * np.tanh(g / 4)
+wrong = {
+    "sigmoid of the capped gate": cap * sigmoid64(cap) * 25 * np.tanh(u / 25),
+    "gate and up swapped": situ_reference(u, g),
+    "the two betas swapped": situ_reference(g, u, 25., 4.),
+    "up not capped": cap * sigmoid64(g) * u,
+    "silu(gate) * up": g * sigmoid64(g) * u,
+    "tanh of the whole silu": 4 * np.tanh(g * sigmoid64(g) / 4) * 25 * np.tanh(u / 25),
+}
+for name, value in wrong.items():
+    off = np.abs(value - situ["y"]).max() / np.abs(situ["y"]).max()
+    near = (np.abs(g) <= 1e-2) & (np.abs(u) <= 1e-2)
+    small = np.abs(value - situ["y"])[near].max() / np.abs(situ["y"][near]).max()
+    print(f"{name:27} fails, off by {off:.2g} of the largest value; near zero within 2%: {small < .02}")
+    assert off > 1e-3 and small < .02
+
+# %%
+t = np.linspace(-12, 12, 241, dtype=np.float32)
+big = np.linspace(-100, 100, 241, dtype=np.float32)
+fig, (left, right) = plt.subplots(1, 2)
+left.plot(t, t * sigmoid64(t), "--", label="SiLU")
+left.plot(t, situ_glu(t, np.full_like(t, 1e9), 4, 25) / 25, label="SiTU, gate side")
+left.axhline(4, lw=.8, ls=":", color="C5")
+left.set(xlabel="gate", ylabel="factor", ylim=(-1, 8), title="SiTU: the gate side stops at 4,")
+right.plot(big, big, "--", label="linear")
+right.plot(big, situ_glu(np.full_like(big, 1e9), big, 4, 25) / 4, label="SiTU, up side")
+for bound in (-25, 25):
+    right.axhline(bound, lw=.8, ls=":", color="C5")
+right.set(xlabel="up", ylabel="factor", ylim=(-60, 60), title="the up side at ±25")
+left.legend(), right.legend()
+plt.show()
+
+# %% [markdown]
+# ## 4.2.3 The dense MLP, used twice
+#
+# Layer 0 has one MLP of width 33,792 in place of experts; every other layer has the shared experts, which K3 stores as one MLP of width
+# 6,144. Both are the same three products on the full-width $x$; only the prefix of the tensor names differs.
+
 # %% tags=["export"]
 DENSE_ORDER = ("gate_proj", "up_proj", "down_proj")
 
@@ -41,6 +171,33 @@ def dense_mlp(W, x, beta, linear_beta, prefix=""):
     gate, up = linear(W[prefix + "gate_proj"], x), linear(W[prefix + "up_proj"], x)
     return linear(W[prefix + "down_proj"], situ_glu(gate, up, beta, linear_beta))
 
+
+# %% [markdown]
+# `W` gives each matrix once, in order, because a streamed one goes by once. `fixtures/ops/latent_moe` holds a layer of width 48
+# with a shared MLP of width 64, in float32.
+
+# %%
+moe = load_file(ROOT / "fixtures/ops/latent_moe.safetensors")
+W = {n: Rows(moe[n]) if moe[n].ndim == 2 else moe[n]
+     for n in ("gate", "e_score_correction_bias", "routed_expert_down_proj", "routed_expert_norm", "routed_expert_up_proj")}
+W |= {f"shared_experts.{n}": Rows(moe[f"shared_{n}"]) for n in DENSE_ORDER}
+
+
+def mlp64(x):
+    gate, up, down = (moe[f"shared_{n}"].astype(np.float64) for n in DENSE_ORDER)
+    return down @ situ_reference(gate @ x, up @ x)
+
+
+shared = dense_mlp(W, moe["x"], 4, 25, "shared_experts.")[0]
+expected = mlp64(moe["x"][0].astype(np.float64))
+assert np.abs(shared - expected).max() < 1e-5 * np.abs(expected).max()
+print("shared path against float64, within 1e-5:", True)
+
+# %% [markdown]
+# ## 4.2.4 One routed expert, never unpacked
+#
+# An expert is six byte arrays. Its products run on the packed form of 1.2: unpacked to float32 it would be 7.5 times as large,
+# and would have to be written and read again for every token that wants it.
 
 # %% tags=["export"]
 class Expert(NamedTuple):
@@ -61,6 +218,50 @@ def expert_mlp(expert, z, beta, linear_beta, out):
     mxfp4_matmul(expert.w3, expert.w3_scale, z, up)
     return mxfp4_matmul(expert.w2, expert.w2_scale, situ_glu(gate, up, beta, linear_beta, hidden), out)
 
+
+# %%
+def expert_of(f, e, suffix=""):
+    "Expert e of the fixture; `suffix` picks its second set of w2 scales."
+    names = ("w1_packed", "w1_scale", "w2_packed", "w2_scale" + suffix, "w3_packed", "w3_scale")
+    return Expert(*(np.ascontiguousarray(f[name][e]) for name in names))
+
+
+def expert64(expert, z):
+    w1, w2, w3 = (decode(*pair).astype(np.float64) for pair in (expert[0:2], expert[2:4], expert[4:6]))
+    return w2 @ situ_reference(w1 @ z, w3 @ z)
+
+
+z = np.random.default_rng(seed).normal(size=(5, 64)).astype(np.float32)
+worst = 0
+for e in range(8):
+    found = expert_mlp(expert_of(moe, e), z, 4, 25, np.empty_like(z))
+    expected = np.stack([expert64(expert_of(moe, e), row) for row in z.astype(np.float64)])
+    worst = max(worst, np.abs(found - expected).max() / np.abs(expected).max())
+assert worst < 1e-5
+print("8 experts, 5 tokens each, against float64, within 1e-5:", worst < 1e-5)
+
+# %% [markdown]
+# ## 4.2.5 Any order of arrival, one result
+#
+# Experts come from a disk in whatever order it likes. Float addition is not associative, so adding each answer as it arrives would make
+# the output depend on the disk. First, how bad that is: three chosen experts, all six orders.
+
+# %%
+ids, weights = route(linear(W["gate"], moe["x"]), moe["e_score_correction_bias"], 3, 1.0)
+z = linear(W["routed_expert_down_proj"], moe["x"])
+answer = {e: expert_mlp(expert_of(moe, e), z, 4, 25, np.empty_like(z)) for e in ids[0].tolist()}
+sums = set()
+for order in permutations(range(3)):
+    u = np.zeros_like(z)
+    for r in order:
+        u += weights[0, r] * answer[int(ids[0, r])]
+    sums.add(u.tobytes())
+print(f"added as they arrive: {len(sums)} different results from 6 orders")
+assert len(sums) > 1
+
+# %% [markdown]
+# So an answer is kept until all are there, and the sum runs in rank order. The (token, rank) pairs of a chunk are sorted by
+# expert: the tokens of one expert become neighbouring rows, written by one product, and `place` says where each pair went.
 
 # %% tags=["export"]
 @njit(**KERNEL)
@@ -89,7 +290,7 @@ def routed_sum(experts, z, ids, weights, beta, linear_beta):
     rows = np.empty((T * k, z.shape[1]), np.float32)
     for e, expert in experts.arrivals():
         if e not in due:
-            raise RuntimeError(f"expert {e} arrived but is not due: due are {sorted(due)}")
+            raise RuntimeError(f"expert {e} arrived, but those still due are {sorted(due)}")
         mine = due.pop(e)
         expert_mlp(expert, z[pairs[mine] // k], beta, linear_beta, rows[mine])
     if due:
@@ -98,6 +299,74 @@ def routed_sum(experts, z, ids, weights, beta, linear_beta):
     _weighted_sum(rows, place.reshape(T, k), weights, u)
     return u
 
+
+# %%
+class Resident:
+    "Experts in memory that arrive in a shuffled order."
+
+    def __init__(self, experts, rng):
+        self.experts, self.rng, self.fetched = experts, rng, 0
+
+    def request(self, ids):
+        self.ids = ids
+
+    def arrivals(self):
+        for e in self.rng.permutation(self.ids):
+            self.fetched += 1
+            yield int(e), self.experts[e]
+
+
+def random_expert(rng, L, I):
+    "Random codes; scales near 2^-5."
+    def matrix(n, k):
+        return rng.integers(0, 256, (n, k // 2), np.uint8), rng.integers(120, 124, (n, k // 32), np.uint8)
+    return Expert(*matrix(I, L), *matrix(L, I), *matrix(I, L))
+
+
+rng = np.random.default_rng(seed)
+crowd = Resident([random_expert(rng, 64, 96) for _ in range(12)], rng)
+z = rng.normal(size=(23, 64)).astype(np.float32)
+ids, weights = route(rng.normal(size=(23, 12)).astype(np.float32), np.zeros(12, np.float32), 4, 1.0)
+
+
+def run(first, last):
+    crowd.request(np.unique(ids[first:last]).tolist())
+    return routed_sum(crowd, z[first:last], ids[first:last], weights[first:last], 4, 25)
+
+
+whole = run(0, 23).tobytes()
+orders = {run(0, 23).tobytes() for _ in range(10)}
+cuts = {b"".join(run(t, min(t + size, 23)).tobytes() for t in range(0, 23, size)) for size in (1, 5, 22)}
+assert orders == cuts == {whole}
+print("10 shuffled arrivals and 3 ways to cut 23 tokens: different results", len(orders | cuts))
+
+# %% [markdown]
+# An expert that never comes, or one that nobody asked for, must not become a quieter token.
+
+# %%
+class Faulty(Resident):
+    def __init__(self, change):
+        super().__init__(crowd.experts, rng)
+        self.change = change
+
+    def arrivals(self):
+        yield from ((int(e), self.experts[e]) for e in self.change(self.ids))
+
+
+stranger = min({*range(12)} - {*ids[0].tolist()})
+for change in (lambda ids: ids[:-1], lambda ids: ids + ids[:1], lambda ids: [stranger] + ids):
+    faulty = Faulty(change)
+    faulty.request(np.unique(ids[:1]).tolist())
+    try:
+        routed_sum(faulty, z[:1], ids[:1], weights[:1], 4, 25)
+    except RuntimeError as error:
+        print(error)
+
+# %% [markdown]
+# ## 4.2.6 The layer
+#
+# The router speaks first, and the request for experts leaves at once: the down-projection and the shared path compute
+# while the disk works. Norm on the aggregate, up-projection, and the shared path added without a weight.
 
 # %% tags=["export"]
 MOE_ORDER = ("gate", "e_score_correction_bias", "routed_expert_down_proj", "shared_experts.gate_proj",
@@ -120,3 +389,231 @@ def moe_layer(W, experts, x, top_k, scale, beta, linear_beta, eps, on_route=None
     u = routed_sum(experts, z, ids, weights, beta, linear_beta)
     normed = rms_norm(u, W["routed_expert_norm"], eps)
     return linear(W["routed_expert_up_proj"], normed) + shared
+
+
+# %%
+class FromFixture(Resident):
+    def __init__(self, suffix):
+        super().__init__([expert_of(moe, e, suffix) for e in range(8)], np.random.default_rng(seed))
+
+
+cases = {"plain": ("", 1.0), "quiet": ("_quiet", 2.5)}
+for case, (suffix, scale) in cases.items():
+    seen = []
+    y = moe_layer(W, FromFixture(suffix), moe["x"], 3, scale, 4, 25, 1e-5, on_route=lambda *routing: seen.extend(routing))
+    off = np.abs(y[0] - moe["y" + suffix]).max() / np.abs(moe["y" + suffix]).max()
+    print(f"{case}: experts {np.sort(seen[0][0]).tolist()}, output within 1e-5: {off < 1e-5}")
+    assert off < 1e-5 and np.array_equal(np.sort(seen[0][0]), moe["ids" + suffix])
+
+# %% [markdown]
+# The fixture comes twice: *plain*, and *quiet*, where the experts whisper (small `w2` scales) and the scaling factor is 2.5. The norm
+# divides any common factor of the weights away, unless the sum is so small that `eps` counts. Only there can a wrong factor be seen.
+#
+# Below is the layer in float64, with eleven places to go wrong.
+
+# %%
+def layer64(case, wrong=None):
+    "The layer in float64 on the fixture's token, right or with one named mistake."
+    suffix, scale = cases[case]
+    f = {n: a.astype(np.float64) if a.dtype == np.float32 else a for n, a in moe.items()}
+    x, b, eps = f["x"][0], f["e_score_correction_bias"], 1e-6 if wrong == "norm with eps 1e-6" else 1e-5
+    s = sigmoid64(f["gate"] @ x)
+    ids = np.argsort(-(s if wrong == "bias ignored" else s + b), kind="stable")[:3]
+    w = (s + b if wrong == "bias left in the weights" else s)[ids]
+    w = w if wrong == "not renormalised" else w / w.sum()
+    w = w if wrong == "scaling factor dropped" else w * scale
+    z = f["routed_expert_down_proj"] @ x
+    experts = [expert_of(moe, e, suffix) for e in ids]
+    if wrong == "w1 and w3 swapped":
+        experts = [Expert(*e[4:6], *e[2:4], *e[0:2]) for e in experts]
+    answers = np.stack([expert64(e, z) for e in experts])
+    n, U = f["routed_expert_norm"], f["routed_expert_up_proj"]
+    if wrong == "norm per expert":
+        routed = U @ (w @ rms64(answers, eps) * n)
+    elif wrong == "no norm":
+        routed = U @ (w @ answers)
+    elif wrong == "norm after the up-projection":
+        routed = rms64(U @ (w @ answers * n), eps)
+    else:
+        routed = U @ (rms64(w @ answers, eps) * n)
+    shared = mlp64(x) * (scale if wrong == "shared experts scaled too" else wrong != "shared experts dropped")
+    return routed + shared
+
+
+mistakes = ("norm per expert", "no norm", "norm after the up-projection", "norm with eps 1e-6", "w1 and w3 swapped",
+            "not renormalised", "scaling factor dropped", "shared experts scaled too", "shared experts dropped",
+            "bias left in the weights", "bias ignored")
+
+# %%
+def off(case, wrong=None):
+    "Largest difference from the fixture, relative to its largest magnitude."
+    truth = moe["y" + cases[case][0]]
+    return np.abs(layer64(case, wrong) - truth).max() / np.abs(truth).max()
+
+
+assert max(off("plain"), off("quiet")) < 1e-6
+table = {wrong: (off("plain", wrong), off("quiet", wrong)) for wrong in mistakes}
+print(f"{'':30}{'plain':>8}{'quiet':>8}")
+for wrong, pair in table.items():
+    print(f"{wrong:30}" + "".join(f"{'passes' if o < 1e-5 else f'{o:.2g}':>8}" for o in pair))
+assert all(quiet > 1e-2 for _, quiet in table.values())
+hidden = sum(plain < 1e-5 for plain, _ in table.values())
+print(f"seen by the plain case alone: {len(mistakes) - hidden} of {len(mistakes)}")
+
+# %%
+fig, ax = plt.subplots(figsize=(6, 3.6))
+rows = np.arange(len(mistakes))
+for case, color, shift in (("plain", "C0", .2), ("quiet", "C1", -.2)):
+    ax.barh(rows - shift, [max(table[m][case == "quiet"], 1e-8) for m in mistakes], .38, color=color, label=case)
+ax.axvline(1e-5, ls="--", lw=.8, color="C5", label="tolerance")
+ax.set(xscale="log", xlim=(1e-8, 1e3), xlabel="largest difference from the fixture, relative",
+       title=f"{hidden} of {len(mistakes)} mistakes pass unless the experts whisper")
+ax.set_yticks(rows, mistakes)
+ax.invert_yaxis()
+ax.legend(loc="upper right")
+plt.show()
+
+# %% [markdown]
+# ## 4.2.7 Make it fast
+#
+# Two ladders. The first is SiTU over 6,144 channels: numpy writes an array for every operation, the kernel one. With its result
+# written over its input the kernel falls back to one channel at a time, because vectors are safe only where nothing overlaps, and
+# that is tested as it runs. Hence the third buffer in `expert_mlp`.
+
+# %%
+def seconds(f, repeat=15):
+    "Median of a few runs after one that does not count."
+    times = []
+    for _ in range(repeat + 1):
+        began = time.perf_counter()
+        f()
+        times.append(time.perf_counter() - began)
+    return float(np.median(times[1:]))
+
+
+def situ_numpy(gate, up):
+    return 4 * np.tanh(gate / 4) / (1 + np.exp(-gate)) * (25 * np.tanh(up / 25))
+
+
+rng = np.random.default_rng(seed)
+gate, up = rng.normal(size=(2, 6144)).astype(np.float32) * np.float32(4)
+out, over = np.empty_like(gate), np.empty_like(gate)
+
+
+def in_place():
+    over[:] = gate
+    situ_glu(over, up, 4, 25, over)
+
+
+in_place()
+truth = situ_reference(gate, up)
+for name, found in (("numpy", situ_numpy(gate, up)), ("kernel", situ_glu(gate, up, 4, 25, out)), ("in place", over)):
+    assert np.abs(found - truth).max() < 1e-5 * np.abs(truth).max(), name
+
+# %% tags=["nbval-ignore-output"]
+for name, f in (("numpy, float32", lambda: situ_numpy(gate, up)), ("kernel, over its own input", in_place),
+                ("kernel, into a third buffer", lambda: situ_glu(gate, up, 4, 25, out))):
+    print(f"{name:28} {seconds(f, 100) / 6144 * 1e9:5.1f} ns a channel")
+
+# %% [markdown]
+# The second is an expert of K3's own shape that eight tokens of a chunk chose. What matters is how often its bytes go by.
+
+# %%
+def unpack(expert, z):
+    "The plain form: three float32 matrices, then numpy."
+    gate, up = z @ decode(expert.w1, expert.w1_scale).T, z @ decode(expert.w3, expert.w3_scale).T
+    return situ_numpy(gate, up) @ decode(expert.w2, expert.w2_scale).T
+
+
+def token_by_token(expert, z):
+    return np.concatenate([expert_mlp(expert, z[t:t + 1], 4, 25, np.empty_like(z[:1])) for t in range(len(z))])
+
+
+def once(expert, z):
+    return expert_mlp(expert, z, 4, 25, np.empty_like(z))
+
+
+expert = random_expert(rng, latent, intermediate)
+z = rng.normal(size=(8, latent)).astype(np.float32)
+packed_bytes, wide_bytes = sum(a.nbytes for a in expert), 3 * latent * intermediate * 4
+ladder = [("unpacked to float32", unpack, packed_bytes + 2 * wide_bytes), ("packed, token by token", token_by_token, 8 * packed_bytes),
+          ("packed, once for all", once, packed_bytes)]
+plain = unpack(expert, z)
+for name, rung, _ in ladder:
+    assert np.abs(rung(expert, z) - plain).max() < 1e-5 * np.abs(plain).max(), name
+assert once(expert, z).tobytes() == token_by_token(expert, z).tobytes()
+print(f"one expert: {packed_bytes:,} bytes packed, {wide_bytes:,} as float32")
+
+# %% tags=["nbval-ignore-output"]
+for name, rung, moved in ladder:
+    print(f"{name:24} {seconds(lambda: rung(expert, z), 3) * 1e3:7.1f} ms for 8 tokens, {moved / 1e6:6.1f} MB moved")
+
+# %% [markdown]
+# What is left is Python's share: three products, a gather and the bookkeeping of one expert, measured on one too small to cost
+# anything else. A token has 16 × 92 of them.
+
+# %% tags=["nbval-ignore-output"]
+small = Resident([random_expert(rng, 32, 32) for _ in range(16)], rng)
+small.request(list(range(16)))
+z, ids, weights = z[:1, :32].copy(), np.arange(16, dtype=np.int32)[None], np.full((1, 16), np.float32(1 / 16))
+each = seconds(lambda: routed_sum(small, z, ids, weights, 4, 25), 100) / 16
+print(f"overhead {each * 1e6:.0f} us an expert, {each * 16 * 92 * 1e3:.0f} ms a token")
+
+# %% [markdown]
+# ## 4.2.8 Cost for K3
+
+# %%
+layers, expert_bytes = 92, 3 * 3584 * 3072 * 17 // 32
+shared_bytes, latent_bytes = 3 * 6144 * 7168 * 2, 2 * 3584 * 7168 * 2
+print(f"an expert {expert_bytes:,} bytes, {expert_bytes * 8 / (3 * 3584 * 3072)} bits a weight")
+print(f"all {896 * layers:,} of them {896 * layers * expert_bytes:,} bytes; a token reads {16 * layers * expert_bytes / 1e9:.2f} GB")
+print(f"they are {896 * layers * expert_bytes / 1_560_860_324_864:.0%} of the checkpoint's payload")
+print(f"a layer's shared path {shared_bytes / 1e6:.0f} MB, into the latent and back {latent_bytes / 1e6:.0f} MB")
+print(f"half width saves {3 * 3072 * (7168 - 3584) * 17 / 32 * 16 / 1e6:.0f} of {3 * 3072 * 7168 * 17 / 32 * 16 / 1e6:.0f} MB of experts a layer")
+print(f"answers kept until the sum: {16 * 3584 * 4:,} bytes a token")
+
+# %% [markdown]
+# In a chunk each trunk byte and each chosen expert is read once. How many experts that is depends on how alike the tokens are; unrelated
+# ones, drawn here at random, are the worst case. The counts come from `routed_sum` on tiny stand-ins, 896 of them.
+
+# %%
+many = Resident([random_expert(rng, 32, 32)] * 896, rng)
+chunks, fetched = [1, 4, 16, 64], []
+for T in chunks:
+    ids, weights = route(rng.normal(size=(T, 896)).astype(np.float32), np.zeros(896, np.float32), 16, 1.0)
+    many.fetched = 0
+    many.request(np.unique(ids).tolist())
+    routed_sum(many, np.ones((T, 32), np.float32), ids, weights, 4, 25)
+    fetched.append(many.fetched)
+trunk = np.array([108_811_877_376 / T / 1e9 for T in chunks])
+routed = np.array([n * layers * expert_bytes / T / 1e9 for n, T in zip(fetched, chunks)])
+for T, n, a, b in zip(chunks, fetched, trunk, routed):
+    print(f"chunk of {T:2}: {n:3} of {min(16 * T, 896):3} experts a layer, {a + b:6.1f} GB read a token")
+assert fetched[0] == 16 and all(n <= 896 for n in fetched)
+
+# %%
+fig, ax = plt.subplots()
+ax.bar(range(len(chunks)), routed, color="C0", label="routed experts")
+ax.bar(range(len(chunks)), trunk, bottom=routed, color="C5", alpha=.6, label="trunk")
+ax.axhline(25.83, ls="--", lw=.8, color="C1", label="experts, one token at a time")
+ax.set_xticks(range(len(chunks)), chunks)
+ax.set(xlabel="tokens in the chunk", ylabel="GB read a token", title="A chunk shares the trunk at once, the experts slowly")
+ax.legend()
+plt.show()
+
+# %% [markdown]
+# ## Summary
+#
+# - SiTU is SwiGLU with a ceiling of 100; its sigmoid sees the uncapped gate.
+# - The norm is on the weighted sum, once; it hides every common factor, so the gate needs a quiet case.
+# - Answers wait for each other and are added in rank order: neither the disk nor the size of a chunk can change a bit.
+#
+# ## Exercises
+#
+# 1. With `eps` = 0 the scaling factor could be any positive number. With 1e-5: by how much must all bytes of `w2_scale_quiet` be raised
+#    until dropping the factor of 2.5 passes the gate?
+# 2. Write `routed_sum` with a float64 accumulator that adds answers as they arrive. For how many of 1,000 shuffles do the float32 results differ?
+# 3. A chunk of 64 tokens keeps 64 × 16 answers. Rewrite the sum so that a token's answers are released as soon as its last expert is
+#    there, still in rank order, and measure the peak.
+#
+# Next: [5.1](../05_streaming/01_config.ipynb) begins the part that brings these weights from a disk.

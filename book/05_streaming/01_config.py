@@ -561,9 +561,10 @@ assert sum(sizes.values()) == 1_560_860_324_864 - 92_289_024 - 802_428_928
 # %% [markdown]
 # ## 5.1.7 Two traps of the layer lists
 #
-# Read the lists as if they counted from 0 and 45 of the 93 layers change kind; nothing crashes. Replace them by the rule they seem to
-# follow, "every fourth layer is MLA", and one layer is wrong: counted from one, 92 and 93 are both MLA, and the rule takes the last
-# for KDA.
+# **Trap: a one-based layer list read as zero-based.** 45 of the 93 layers change kind, and nothing crashes.
+#
+# **Trap: layer 93 taken for KDA.** Replace the lists by the rule they seem to follow, "every fourth layer is MLA", and one layer is
+# wrong: counted from one, 92 and 93 are both MLA.
 
 # %%
 def maps(c):

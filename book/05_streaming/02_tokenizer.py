@@ -40,7 +40,7 @@ import tokenizers
 # |---|---|---|---|
 # | rank | a token's id, and its priority when merging: low ranks merge first | 0..163,583 | `ranks` of them |
 # | piece | a stretch of text that merges never cross, found by one regular expression | | `PATTERN` |
-# | control token | an id that no text spells: `[BOS]`, `<|open|>`, `<|end_of_msg|>` | 163,584..163,839 | `special_ids` |
+# | control token | an id that no text spells: `[BOS]`, `[EOS]`, `[PAD]` | 163,584..163,839 | `special_ids` |
 # | stop id | a control token after which a reply is over | 163,585 and 163,586 | `stop_ids` |
 #
 # ## 5.2.1 A vocabulary is a ranked list of byte strings
@@ -588,9 +588,9 @@ for label, text in ((f"{len(prose):,} characters of prose", prose), ("one word o
     print(f"{label:30} {n:6,} ids   plain {slow * 1e3:7.1f} ms   library {fast * 1e3:6.1f} ms")
 
 # %% [markdown]
-# Memory is the other price. On the released vocabulary the pair list has 296,461 entries, and the encoder costs over 100 MB where the id table
-# costs 1.8. A run under a budget of 1 GB therefore encodes its prompt first, drops the encoder, and allocates the large buffers then. The cell measures it where
-# the environment variable `K3_TIKTOKEN` points to the released `tiktoken.model`.
+# Memory is the other price: a pair for every cut of every token makes the encoder of the released vocabulary cost over 100 MB, where the id table
+# costs 1.8 MB and a few more while it is read. So a run under a budget encodes its prompt first, drops the encoder, and only then allocates its buffers. The
+# cell measures this where the environment variable `K3_TIKTOKEN` points to the released `tiktoken.model`.
 
 # %% tags=["nbval-ignore-output"]
 MEASURE = """

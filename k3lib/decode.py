@@ -1,0 +1,449 @@
+"""5.6 The dial: one model, any budget
+
+Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
+"""
+# built on checkpoint 6ca62c46ee2f
+# built on config 14b2a1a890ac
+# built on experts 3f6feb449a69
+# built on model e17c75e90e1e
+# built on tokenizer 2e9895b018e7
+# built on trunk 86816fbfd014
+
+import dataclasses
+import os
+import re
+import time
+from pathlib import Path
+
+import numba
+import numpy as np
+
+from k3lib.checkpoint import Checkpoint, CheckpointError
+from k3lib.config import read_config
+from k3lib.experts import Experts, slot_bytes
+from k3lib.model import HEAD, Model, UsageError, row_multiples, tensor_name, walk_order
+from k3lib.tokenizer import Tokenizer
+from k3lib.trunk import PAGE, Files, Trunk, is_matrix, widened
+
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_size(text):
+    "Bytes of '8GB' (8e9), '8GiB' (2^33), '900MB' or a whole number. Raises UsageError."
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    if not match or match[2].upper() not in UNITS:
+        raise UsageError(f"{text!r} is not a size: write it like 8GB (8e9 bytes) or 8GiB (2^33)")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def shown_size(n):
+    "A number of bytes with a unit: 17.5 MB."
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if abs(n) >= size:
+            return f"{n / size:.{2 if unit in ('GB', 'TB') else 1}f} {unit}"
+    return f"{n} B"
+
+
+def _status(field):
+    "A field of /proc/self/status in bytes, or None where there is no /proc."
+    try:
+        with open("/proc/self/status") as lines:
+            return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":")), None)
+    except OSError:
+        return None
+
+
+def resident_bytes():
+    "Bytes of this process in memory now, or None where the system does not tell."
+    return _status("VmRSS")
+
+
+def peak_bytes():
+    "The most bytes this process has had in memory, or None. VmHWM: ru_maxrss would count what a forking parent had."
+    return _status("VmHWM")
+
+
+def available_bytes():
+    "Bytes this process can still have: what the machine has free, or its cgroup if that is less; None where the system does not tell."
+    try:
+        with open("/proc/meminfo") as lines:
+            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except OSError:
+        return None
+    for limit, usage in _cgroup_limits():
+        free = min(free, limit - usage)
+    return free
+
+
+def _cgroup_limits():
+    "(limit, usage) of every memory cgroup this process is in, the outer ones too: v2, then v1."
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, names = ((Path("/sys/fs/cgroup/memory"), ("memory.limit_in_bytes", "memory.usage_in_bytes")) if controllers
+                       else (Path("/sys/fs/cgroup"), ("memory.max", "memory.current")))
+        folder = root / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            try:
+                limit, usage = ((group / name).read_text().strip() for name in names)
+            except OSError:
+                limit = "max"
+            if limit.isdigit():
+                yield int(limit), int(usage)
+            if group == root:
+                break
+
+
+class PlanError(UsageError):
+    "A budget that does not hold the model: says what is short and what would do; `least` is that number of bytes."
+
+    def __init__(self, least, message):
+        super().__init__(message)
+        self.least = least
+
+
+KERNELS = 80_000_000  # compiled kernels and their threads, resident after the first pass
+SLOT = 8 << 20  # bytes of a ring slot: long enough a read for any device, short enough to start computing early
+SLOTS = 6
+READERS = 2
+EXPERT_READERS = 4
+FLOOR_EXPERTS = 2  # expert slots below which reading and computing could not overlap
+MOST_CHUNK = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    "What a budget is spent on. `parts`: {what: bytes}; the rest are the choices that follow."
+    ram: int
+    parts: dict
+    pinned: frozenset
+    pinned_bytes: int
+    trunk_bytes: int
+    slots: int
+    slot_bytes: int
+    expert_slots: int
+    expert_slot_bytes: int
+    context: int
+    chunk: int
+
+    @property
+    def total(self):
+        return sum(self.parts.values())
+
+    def as_dict(self):
+        keys = ("ram", "slots", "slot_bytes", "expert_slots", "expert_slot_bytes", "context", "chunk", "pinned_bytes", "trunk_bytes")
+        return {"total": self.total, "parts": dict(self.parts), **{k: getattr(self, k) for k in keys}}
+
+    def text(self):
+        "The plan as a table."
+        rows = [f"  {what:<44}{shown_size(n):>12}" for what, n in self.parts.items()]
+        head = f"plan for {shown_size(self.ram)} of memory, {self.context} positions, prompts in chunks of {self.chunk}"
+        share = 100 * self.pinned_bytes / self.trunk_bytes
+        return "\n".join([head, *rows, f"  {'together':<44}{shown_size(self.total):>12}",
+                          f"  {share:.1f}% of the streamed weights pinned, {self.expert_slots} expert slots"])
+
+
+def activation_bytes(config, tokens):
+    "Upper estimate of what a pass over `tokens` tokens allocates: every array of the widest layer, float32."
+    c = config
+    kda = 8 * c.kda_num_heads * c.kda_head_dim
+    mla = c.num_attention_heads * (2 * (c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim) + 2 * c.kv_lora_rank)
+    moe = (c.num_experts_per_token * c.routed_expert_hidden_size + 3 * c.num_shared_experts * c.moe_intermediate_size
+           + 4 * c.num_experts + 6 * c.moe_intermediate_size)
+    blocks = -(-c.num_hidden_layers // c.attn_res_block_size)
+    row = (blocks + 7) * c.hidden_size + max(kda, mla, moe, 4 * c.intermediate_size)
+    return 4 * tokens * row + 8 * c.vocab_size + (1 << 20)
+
+
+def state_bytes(config):
+    "Bytes of recurrent state and convolution history of the KDA layers, at any length."
+    c = config
+    width = c.kda_num_heads * c.kda_head_dim
+    return 4 * len(c.kda_layers) * (width * c.kda_head_dim + 3 * width * (c.kda_conv_kernel - 1))
+
+
+def position_bytes(config):
+    "Bytes the latent cache grows by with each position."
+    return 4 * len(config.mla_layers) * (config.kv_lora_rank + config.qk_rope_head_dim)
+
+
+def make_plan(config, checkpoint, ram, context, prompt_tokens=None):
+    """Spend `ram` bytes: fixed costs, state, cache, ring, then the trunk from the front of the walk, then expert slots.
+
+    Raises PlanError with the smallest budget that would do. Nothing large is allocated here.
+    """
+    extents = {name: checkpoint.extent(name) for name in walk_order(config)}
+    multiples = row_multiples(config)
+    streams = {name: e for name, e in extents.items() if is_matrix(e)}
+    widest = max((multiples.get(name, 1) * (e.nbytes // e.shape[0]) for name, e in streams.items()), default=0)
+    slot = max(min(SLOT, max((widened(e.nbytes) + PAGE for e in streams.values()), default=0)), widened(widest) + PAGE)
+    trunk = sum(map(_whole, streams.values()))
+    first_moe = config.first_k_dense_replace
+    expert = slot_bytes(list(checkpoint.expert(first_moe, 0).values())) if first_moe < config.num_hidden_layers else 0
+    all_experts = config.num_experts * (config.num_hidden_layers - first_moe)
+
+    fixed = {
+        "interpreter, libraries, checkpoint index": resident_bytes() or 150_000_000,
+        "compiled kernels and threads": KERNELS,
+        "KDA state": state_bytes(config),
+        f"latent cache, {context} positions": context * position_bytes(config),
+        "vectors and convolutions": sum(map(_whole, extents.values())) - trunk,
+    }
+    ring = SLOTS * slot if streams else 0
+    least = sum(fixed.values()) + activation_bytes(config, 1) + ring + FLOOR_EXPERTS * expert
+    if ram < least:
+        raise PlanError(least, f"a budget of {shown_size(ram)} is {shown_size(least - ram)} short: this model with {context} positions "
+                        f"needs at least {-(-least // 10**6)} MB")
+    chunk = min(MOST_CHUNK, prompt_tokens or MOST_CHUNK)
+    while chunk > 1 and activation_bytes(config, chunk) > activation_bytes(config, 1) + (ram - least) // 4:
+        chunk //= 2
+    left = ram - least + activation_bytes(config, 1) - activation_bytes(config, chunk)
+    in_flight = min(max(left // expert, 0), config.num_experts_per_token - FLOOR_EXPERTS) if expert else 0
+    left -= in_flight * expert
+    if left + ring >= trunk:
+        pinned, pinned_bytes, ring, slots = frozenset(streams), trunk, 0, 0
+        left += SLOTS * slot if streams else 0
+    else:
+        pinned, pinned_bytes, slots = [], 0, SLOTS
+        for name, e in streams.items():
+            if pinned_bytes + _whole(e) > left:
+                break
+            pinned.append(name)
+            pinned_bytes += _whole(e)
+        pinned = frozenset(pinned)
+    left -= pinned_bytes
+    experts = min(FLOOR_EXPERTS + in_flight + (left // expert if expert else 0), all_experts)
+    parts = {**fixed, f"activations, chunks of {chunk}": activation_bytes(config, chunk), "ring of row blocks": ring,
+             "pinned trunk": pinned_bytes, f"expert slots, {experts}": experts * expert}
+    plan = Plan(ram, parts, pinned, pinned_bytes, max(trunk, 1), slots, slot, experts, expert, context, chunk)
+    free = available_bytes()
+    growth = plan.total - parts["interpreter, libraries, checkpoint index"]
+    if free is not None and growth > free:
+        raise PlanError(None, f"the plan takes {shown_size(growth)} more, but only {shown_size(free)} of memory are free here")
+    return plan
+
+
+def _whole(extent):
+    "Bytes a resident tensor takes: its extent in whole pages."
+    return widened(extent.nbytes)
+
+
+@dataclasses.dataclass
+class Report:
+    "What a run did and what it cost. Bytes are bytes, times are seconds."
+    model: str
+    threads: int
+    plan: Plan
+    ids: list = dataclasses.field(default_factory=list)
+    step_seconds: list = dataclasses.field(default_factory=list)
+    wall_seconds: float = 0.0
+    io_wait_seconds: float = 0.0
+    peak_rss_bytes: int | None = None
+    bytes_read: dict = dataclasses.field(default_factory=dict)
+    expert_requests: int = 0
+    expert_hits: int = 0
+    files: dict = dataclasses.field(default_factory=dict)
+
+    @property
+    def compute_seconds(self):
+        return self.wall_seconds - self.io_wait_seconds
+
+    def as_dict(self):
+        return {**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
+                "plan": self.plan.as_dict(), "compute_seconds": self.compute_seconds}
+
+    def text(self):
+        "The report as a table."
+        peak = "not told by this system" if self.peak_rss_bytes is None else (
+            f"{shown_size(self.peak_rss_bytes)} ({100 * self.peak_rss_bytes / self.plan.total:.0f}% of the plan's {shown_size(self.plan.total)})")
+        how = {}
+        for name, way in self.files.items():
+            how.setdefault(way, []).append(name)
+        rows = [
+            ("model", self.model),
+            ("tokens", f"{len(self.ids)} new, {self.threads} threads"),
+            ("seconds a step", ", ".join(f"{s:.3g}" for s in self.step_seconds[:6]) + (", ..." if len(self.step_seconds) > 6 else "")),
+            ("wall", f"{self.wall_seconds:.2f} s: {self.compute_seconds:.2f} s computing, {self.io_wait_seconds:.2f} s waiting for bytes"),
+            ("read", ", ".join(f"{part} {shown_size(n)}" for part, n in self.bytes_read.items())),
+            ("experts", f"{self.expert_requests} requested, {self.expert_hits} of them resident"),
+            ("files", "; ".join(f"{len(names)} {way}" for way, names in how.items())),
+            ("peak memory", peak),
+        ]
+        return "\n".join(["report", *(f"  {k:<16}{v}" for k, v in rows)])
+
+
+class Decoder(Model):
+    "A Model that knows its plan, generates greedily and keeps the account. Made by `load`."
+
+    def __init__(self, config, trunk, experts, plan, threads, path, stop, tokenizer):
+        self.plan, self.threads, self.stop, self.tokenizer = plan, threads, stop, tokenizer
+        self._report = Report(str(path), threads, plan)
+        super().__init__(config, trunk, experts, plan.context, plan.chunk)
+
+    def forward(self, ids, last_only=False, watch=None):
+        numba.set_num_threads(self.threads)  # per calling thread, so set where the arithmetic starts
+        began, waited = time.perf_counter(), self._waited()
+        result = super().forward(ids, last_only, watch)
+        self._report.wall_seconds += time.perf_counter() - began
+        self._report.io_wait_seconds += self._waited() - waited
+        return result
+
+    forward.__doc__ = Model.forward.__doc__
+
+    def _waited(self):
+        return self.trunk.wait_seconds + self.experts.wait_seconds
+
+    def generate(self, ids, max_new_tokens=8, on_logits=None):
+        """Greedy decoding of a new sequence: yields up to `max_new_tokens` ids, the last an end id if one comes.
+
+        The largest logit wins, ties go to the lower id. `on_logits` is shown each step's logits, float32 [vocab].
+        """
+        self.reset()
+        fed = list(ids)
+        for _ in range(max_new_tokens):
+            began = time.perf_counter()
+            logits = self.prefill(fed)
+            token = int(np.argmax(logits))
+            self._report.step_seconds.append(time.perf_counter() - began)
+            self._report.ids.append(token)
+            if on_logits is not None:
+                on_logits(logits)
+            yield token
+            if token in self.stop:
+                return
+            fed = [token]
+
+    @property
+    def report(self):
+        "The Report of everything this model has done so far."
+        r = self._report
+        r.peak_rss_bytes = peak_bytes()
+        r.bytes_read = dict(self.trunk.files.bytes_read)
+        r.expert_requests, r.expert_hits = self.experts.requests, self.experts.hits
+        r.files = self.trunk.files.how()
+        return r
+
+
+def check_tensors(config, checkpoint):
+    "Raise CheckpointError unless every tensor the config implies is there with its dtype and shape."
+    missing = []
+    for name, dtype, shape in config.tensors():
+        if name not in checkpoint:
+            missing.append(name)
+            continue
+        found = checkpoint.extent(name)
+        if found.dtype != dtype or not config.shape_fits(name, shape, found.shape):
+            raise CheckpointError(f"{found.file}: {name} is {found.dtype} {list(found.shape)}, the config implies {dtype} {list(shape)}")
+    if missing:
+        raise CheckpointError(f"{checkpoint.path}: {len(missing)} tensors are missing: {', '.join(missing[:4])}{', ...' * (len(missing) > 4)}")
+
+
+def open_tokenizer(path, config):
+    "The folder's Tokenizer, or None where it holds no vocabulary."
+    return Tokenizer(path, config.vocab_size) if (Path(path) / "tiktoken.model").exists() else None
+
+
+def part_of(name):
+    "Which part of the account a tensor of the walk belongs to."
+    return "trunk" if ".layers." in name else "other"
+
+
+def load(path, ram="8GB", threads=None, context=1024, prompt_tokens=None, on_plan=None, progress=None):
+    """A Decoder for the checkpoint in folder `path`, holding at most `ram` bytes of memory ("8GB", "1GiB", an int).
+
+    `threads`: arithmetic threads, all cores if None. `context`: positions there must be room for. `prompt_tokens`: the
+    longest prompt, if known: the prefill chunk need not be larger. `on_plan` is shown the Plan before anything large is
+    allocated, `progress` the bytes of each tensor pinned. Raises ConfigError, CheckpointError, TokenizerError, UsageError
+    and FileNotFoundError.
+    """
+    budget = parse_size(ram)
+    most = numba.config.NUMBA_NUM_THREADS
+    threads = most if threads is None else whole_number("threads", threads, 1, most)
+    context = whole_number("context", context, 1, 1 << 30)
+    config = read_config(path)
+    checkpoint = Checkpoint(path)
+    check_tensors(config, checkpoint)
+    tokenizer = open_tokenizer(path, config)
+    plan = make_plan(config, checkpoint, budget, context, prompt_tokens)
+    if on_plan is not None:
+        on_plan(plan)
+    files = Files()
+    trunk = Trunk(checkpoint, list(walk_order(config)), plan.pinned, row_multiples(config), files, part_of,
+                  plan.slots, plan.slot_bytes, READERS, progress)
+    experts = Experts(lambda L, e: list(checkpoint.expert(L, e).values()), files, plan.expert_slots,
+                      plan.expert_slot_bytes, EXPERT_READERS)
+    stop = frozenset(config.eos_token_ids) | frozenset(tokenizer.stop_ids if tokenizer else ())
+    return Decoder(config, trunk, experts, plan, threads, path, stop, tokenizer)
+
+
+def whole_number(name, value, low, high):
+    "`value` as an int between `low` and `high`. Raises UsageError naming the argument."
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = None
+    if number is None or isinstance(value, float) and value != number or not low <= number <= high:
+        raise UsageError(f"{name} is {value!r}: a whole number from {low} to {high} is needed")
+    return number
+
+
+def parse_ids(text):
+    "Token ids from '1,2,3'. Raises UsageError naming what is not an id."
+    ids = []
+    for word in str(text).replace(" ", "").split(","):
+        if not word.isdecimal():
+            raise UsageError(f"ids: {word!r} is not a token id: write them like 1,2,3")
+        ids.append(int(word))
+    return ids
+
+
+def prompt_ids(path, ids, prompt):
+    "Token ids of the one of `ids` ('1,2,3') and `prompt` (str or bytes) that is given. The encoder is gone again when this returns."
+    if (ids is None) == (prompt is None):
+        raise UsageError("give a prompt or ids: exactly one of the two")
+    if ids is not None:
+        return parse_ids(ids)
+    config = read_config(path)
+    tokenizer = open_tokenizer(path, config)
+    if tokenizer is None:
+        raise UsageError(f"{path}: holds no tiktoken.model, so a text prompt cannot be encoded: give ids")
+    encoded = tokenizer.encode(prompt)
+    tokenizer.drop_encoder()
+    return encoded
+
+
+def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", threads=None, logits=None, show=print, progress=None):
+    """One whole run: encode, plan, load, decode greedily, report. Returns the Report.
+
+    `ids` '1,2,3' or `prompt` str or bytes; `logits`: a list that receives each step's float32 [vocab]. `show` is given
+    the plan, the prompt, each piece of text as it is complete, and the report.
+    """
+    max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 20)
+    ids = prompt_ids(path, ids, prompt)
+    if not ids:
+        raise UsageError("the prompt is empty: at least one token id is needed")
+    model = load(path, ram, threads, context=len(ids) + max_new_tokens, prompt_tokens=len(ids),
+                 on_plan=lambda plan: show(plan.text()), progress=progress)
+    try:
+        stream = model.tokenizer.stream() if model.tokenizer else None
+        show(f"prompt ids: {','.join(map(str, ids))}")
+        pieces = []
+        for token in model.generate(ids, max_new_tokens, on_logits=None if logits is None else logits.append):
+            if stream is not None and token not in model.stop:
+                pieces.append(stream.feed(token))
+        show(f"generated ids: {','.join(map(str, model.report.ids))}")
+        if stream is not None:
+            show(f"generated text: {''.join(pieces) + stream.finish()!r}")
+        show(model.report.text())
+        return model.report
+    finally:
+        model.close()
+
+
+__all__ = ['UNITS', 'parse_size', 'shown_size', 'resident_bytes', 'peak_bytes', 'available_bytes', 'PlanError', 'KERNELS', 'SLOT', 'SLOTS', 'READERS', 'EXPERT_READERS', 'FLOOR_EXPERTS', 'MOST_CHUNK', 'Plan', 'activation_bytes', 'state_bytes', 'position_bytes', 'make_plan', 'Report', 'Decoder', 'check_tensors', 'open_tokenizer', 'part_of', 'load', 'whole_number', 'parse_ids', 'prompt_ids', 'decode']

@@ -1,0 +1,197 @@
+"""5.5 Ninety-three layers, walked once a token
+
+Made from book/05_streaming/05_model.py: edit that, then run `make export`.
+"""
+# built on kda 521957fccc85
+# built on linear ec0b27f72b5b
+# built on mla dd5b1fc4643a
+# built on moe f816c117959c
+# built on residual b033a32f5893
+
+import numpy as np
+
+from k3lib.kda import KDA_ORDER, kda_layer, kda_state
+from k3lib.linear import linear, rms_norm
+from k3lib.mla import MLA_ORDER, mla_layer
+from k3lib.moe import DENSE_ORDER, MOE_ORDER, dense_mlp, moe_layer
+from k3lib.residual import mix
+
+EMBED, HEAD = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
+FINAL = tuple(f"language_model.model.{n}.weight" for n in ("output_attn_res_norm", "output_attn_res_proj", "norm"))
+LATENT_EPS = 1e-6  # of the two MLA latent norms: the reference class's default, not rms_norm_eps
+
+
+class UsageError(ValueError):
+    "An argument that cannot be served: token ids, context, budget."
+
+
+BARE = {"A_log", "dt_bias", "gate.e_score_correction_bias"}  # tensors whose name does not end in `.weight`
+PART_ORDER = {"kda": KDA_ORDER, "mla": MLA_ORDER, "dense": DENSE_ORDER, "moe": MOE_ORDER}
+PART_PREFIX = {"kda": "self_attn.", "mla": "self_attn.", "dense": "mlp.", "moe": "block_sparse_moe."}
+NORMS = ("self_attention_res_norm", "self_attention_res_proj", "input_layernorm",
+         "mlp_res_norm", "mlp_res_proj", "post_attention_layernorm")
+
+
+def tensor_name(L, part, short):
+    "The checkpoint's name of a layer's tensor: part 'kda', 'mla', 'dense', 'moe' or 'norms', `short` as in that part's ORDER."
+    if short == "e_score_correction_bias":
+        short = "gate.e_score_correction_bias"
+    suffix = "" if short in BARE else ".weight"
+    return f"language_model.model.layers.{L}.{PART_PREFIX.get(part, '')}{short}{suffix}"
+
+
+def layer_parts(config, L):
+    "The attention part and the feed-forward part of layer L."
+    return config.layer_kind(L), "dense" if config.is_dense(L) else "moe"
+
+
+def walk_order(config):
+    "Names of every tensor but the embedding and the routed experts, in the order one pass over the model takes them."
+    for L in range(config.num_hidden_layers):
+        attention, ffn = layer_parts(config, L)
+        for part, shorts in ((attention, PART_ORDER[attention]), (ffn, PART_ORDER[ffn])):
+            half = NORMS[:3] if part == attention else NORMS[3:]
+            yield from (tensor_name(L, "norms", short) for short in half)
+            yield from (tensor_name(L, part, short) for short in shorts)
+    yield from FINAL
+    yield HEAD
+
+
+def row_multiples(config):
+    "{name: rows that must arrive together}: a head's key and value rows of kv_b_proj."
+    rows = config.qk_nope_head_dim + config.v_head_dim
+    return {tensor_name(L, "mla", "kv_b_proj"): rows for L in sorted(config.mla_layers)}
+
+
+class Weights:
+    "One part of one layer as a mapping from short names to matrices and vectors, taken from the trunk as they are asked for."
+
+    def __init__(self, trunk, L, part):
+        self.trunk, self.L, self.part = trunk, L, part
+
+    def __getitem__(self, short):
+        return self.trunk.take(tensor_name(self.L, self.part, short))
+
+
+class Model:
+    """The decoder: walks all layers once a pass, for one token or a chunk, and carries the sequence's state.
+
+    Made by k3lib.load. `trunk`, `experts`: where weights come from; `context`: positions there is room for; `chunk`: the
+    most tokens a pass takes. Not safe for two threads at once.
+    """
+
+    def __init__(self, config, trunk, experts, context, chunk):
+        self.config, self.trunk, self.experts = config, trunk, experts
+        self.context, self.chunk = context, chunk
+        self.reset()
+
+    def reset(self):
+        "Forget the sequence: zero KDA state, empty latent cache, position 0."
+        c = self.config
+        self.position = 0
+        width = c.kv_lora_rank + c.qk_rope_head_dim
+        self.state = [kda_state(c.kda_num_heads, c.kda_head_dim, c.kda_conv_kernel) if c.layer_kind(L) == "kda"
+                      else np.zeros((self.context, width), np.float32) for L in range(c.num_hidden_layers)]
+
+    def prefill(self, ids):
+        "Read `ids` (1 or more) after what came before; logits float32 [vocab] of the last. Raises UsageError on a bad id."
+        return self.forward(ids, last_only=True)[-1]
+
+    def step(self, token):
+        "Read one id; logits float32 [vocab]."
+        return self.prefill([token])
+
+    def forward(self, ids, last_only=False, watch=None):
+        """Read `ids`; logits float32 [T, vocab], or [1, vocab] of the last one. The bits do not depend on `chunk`.
+
+        `watch(name, layer, array)` is shown "hidden" (the running sum, [T, H]) and "router" (ids and weights, [T, k]) of
+        every layer, then "blocks", "mix" and "norm"; a chunk at a time.
+        """
+        ids = self._checked(ids)
+        rows = []
+        for first in range(0, len(ids), self.chunk):
+            part = ids[first:first + self.chunk]
+            final = first + len(part) == len(ids)
+            x = self._layers(part, watch or (lambda *_: None))
+            rows.append(self._head(x[-1:] if last_only else x, wanted=final or not last_only))
+            self.position += len(part)
+        return rows[-1] if last_only else np.concatenate(rows)
+
+    def _checked(self, ids):
+        ids = [int(i) for i in ids]
+        if not ids:
+            raise UsageError("the prompt is empty: at least one token id is needed")
+        for i in ids:
+            if not 0 <= i < self.config.vocab_size:
+                raise UsageError(f"token id {i} is out of range: the vocabulary has ids 0..{self.config.vocab_size - 1}")
+        if self.position + len(ids) > self.context:
+            raise UsageError(f"{self.position} + {len(ids)} positions do not fit the context of {self.context} this model was loaded for")
+        return ids
+
+    def _layers(self, ids, watch):
+        "The normed output of the last layer, float32 [T, H]."
+        c, take = self.config, self.trunk.take
+        eps, T, H = c.rms_norm_eps, len(ids), c.hidden_size
+        blocks = -(-c.num_hidden_layers // c.attn_res_block_size)
+        sources = np.empty((blocks + 1, T, H), np.float32)  # finished blocks, then the running sum at index n
+        h = np.empty((T, H), np.float32)
+        self.trunk.begin()
+        for t, i in enumerate(ids):
+            sources[0, t] = self.trunk.row(EMBED, i)
+        n = 0
+        for L in range(c.num_hidden_layers):
+            attention, ffn = layer_parts(c, L)
+            norm, proj, layernorm = (take(tensor_name(L, "norms", short)) for short in NORMS[:3])
+            if n:
+                mix(sources, n + 1, norm, proj, eps, h)
+            else:
+                h[:] = sources[0]
+            y = self._attention(L, attention, rms_norm(h, layernorm, eps))
+            if L % c.attn_res_block_size == 0:
+                n += 1
+                sources[n] = y
+            else:
+                sources[n] += y
+            norm, proj, layernorm = (take(tensor_name(L, "norms", short)) for short in NORMS[3:])
+            mix(sources, n + 1, norm, proj, eps, h)
+            sources[n] += self._ffn(L, ffn, rms_norm(h, layernorm, eps), watch)
+            watch("hidden", L, sources[n])
+        norm, proj, layernorm = (take(name) for name in FINAL)
+        mix(sources, n + 1, norm, proj, eps, h)
+        watch("blocks", None, sources[:n])
+        watch("mix", None, h)
+        x = rms_norm(h, layernorm, eps)
+        watch("norm", None, x)
+        return x
+
+    def _attention(self, L, kind, x):
+        c, W = self.config, Weights(self.trunk, L, kind)
+        if kind == "kda":
+            return kda_layer(W, x, self.state[L], c.rms_norm_eps, c.kda_gate_lower_bound)
+        return mla_layer(W, x, self.state[L], self.position, c.num_attention_heads, c.qk_nope_head_dim,
+                         c.qk_rope_head_dim, c.v_head_dim, LATENT_EPS)
+
+    def _ffn(self, L, kind, x, watch):
+        c, W = self.config, Weights(self.trunk, L, kind)
+        beta, linear_beta = c.activation_situ_beta, c.activation_situ_linear_beta
+        if kind == "dense":
+            return dense_mlp(W, x, beta, linear_beta)
+        return moe_layer(W, self.experts.layer(L), x, c.num_experts_per_token, c.routed_scaling_factor, beta, linear_beta,
+                         c.rms_norm_eps, on_route=lambda ids, weights: watch("router", L, (ids, weights)))
+
+    def _head(self, x, wanted):
+        "Logits float32 [T, vocab], or None. A streamed head goes by at the end of every pass, wanted or not."
+        head = self.trunk.take(HEAD)
+        if wanted:
+            return linear(head, x)
+        for _ in head.blocks():
+            pass
+
+    def close(self):
+        "End the readers and close the shards."
+        self.experts.close()
+        self.trunk.close()
+        self.trunk.files.close()
+
+
+__all__ = ['EMBED', 'HEAD', 'FINAL', 'LATENT_EPS', 'UsageError', 'BARE', 'PART_ORDER', 'PART_PREFIX', 'NORMS', 'tensor_name', 'layer_parts', 'walk_order', 'row_multiples', 'Weights', 'Model']
