@@ -18,7 +18,7 @@ import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from k3lib.tokenizer import Tokenizer, TokenizerError, cut, read_ranks
+from k3lib.tokenizer import PATTERN, Tokenizer, TokenizerError, cut, read_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 FIXTURES = ROOT / "fixtures/tokenizer"
@@ -211,6 +211,34 @@ def test_lone_surrogates_become_u_fffd(small):
 # --- against the definition ----------------------------------------------------------------------------------------
 
 
+def pieces(split, text):
+    return [piece for piece, _ in split.pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("We'LL pay 1234567 now!\n\n", ["We'LL", " pay", " ", "123", "456", "7", " now", "!\n\n"]),
+    ("\u3005\u3007\u30fc\u6f22", ["\u3005\u3007", "\u30fc", "\u6f22"]),  # two marks are of the Han script, the long mark is not
+    ("\u6f22\u5b57\u30ab\u30ca\u6f22", ["\u6f22\u5b57", "\u30ab\u30ca", "\u6f22"]),
+    ("it'\u017f  ok", ["it'\u017f", " ", " ok"]),  # the long s folds to s
+    ("\uff11\uff12\uff13\uff14\u216b\u00bd", ["\uff11\uff12\uff13", "\uff14\u216b\u00bd"]),
+    ("a\u00a0b (c d\u0301", ["a", "\u00a0b", " (", "c", " d\u0301"]),
+    ("ABCdef XMLHttp", ["ABCdef", " XMLHttp"]),
+    ("x \x1c y", ["x", " \x1c", " y"]),  # U+001C is no white space to the pattern
+    (" \n  \n a", [" \n  \n", " a"]),
+])
+def test_splits(text, expected):
+    own = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated")
+    assert pieces(own, text) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(max_size=40) | st.text("aALlsSdt\u017f'19\u00bd \t\n\r._(\u00a0\u0301\u4e16\u3005\u30fc\u30ab\u00e9\u01c5\u02b0\u05d0\U0001f642", max_size=40))
+def test_the_pattern_splits_as_the_releases(text):
+    "The lookahead form against the class intersections of the release."
+    own = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated")
+    assert pieces(own, text) == pieces(SPLIT, text)
+
+
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(max_size=40) | st.text("aeinrst  '\n\r\tLlS19._(漢々〇ーカé\u0301\u00a0\u017f\U0001f642", max_size=40))
 def test_encode_is_split_then_merge(small, text):
@@ -235,6 +263,14 @@ def test_other_vocabularies_merge_by_rank(tmp_path):
         for _ in range(50):
             text = "".join(rng.choices("abc", k=rng.randint(1, 30)))
             assert t.encode(text) == plain_merge(text.encode(), rank)
+
+
+def test_a_token_no_merge_makes(tmp_path):
+    "A whole piece that is a token is that token, even if no two tokens join to it."
+    tokens = [bytes([b]) for b in range(256)] + [b"xyz"]
+    ranks = b"".join(base64.b64encode(t) + b" %d\n" % i for i, t in enumerate(tokens))
+    t = Tokenizer(write(tmp_path, ranks, {"added_tokens_decoder": {}}))
+    assert t.encode("xyz") == [256] and t.encode("axyz") == list(b"axyz")
 
 
 def cut_by_counting(text):
