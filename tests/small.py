@@ -1,0 +1,63 @@
+"Small K3-graph checkpoints with dimensions of the test's choosing, and the book's own float64 model to judge them by."
+import json
+from pathlib import Path
+
+import jupytext
+import numpy as np
+
+from k3lib.checkpoint import header_bytes
+from k3lib.config import read_config
+
+ROOT = Path(__file__).parents[1]
+ORACLE = ROOT / "fixtures" / "oracle13" / "model"
+
+
+def write(folder, seed=0, a_log_tail=7.7, linear=None, **fields):
+    """A random checkpoint in `folder`: the embedded model's config with `fields` changed, and `linear` in its linear_attn_config.
+
+    One shard a layer and one for the rest, BF16 except where the released layout says otherwise.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads((ORACLE / "config.json").read_text())
+    config["text_config"].update(fields)
+    config["text_config"]["linear_attn_config"].update(linear or {})
+    (folder / "config.json").write_text(json.dumps(config))
+    config = read_config(folder)
+    rng = np.random.default_rng(seed)
+    shards = {}
+    for name, dtype, shape in config.tensors():
+        layer = int(name.split(".layers.")[1].split(".")[0]) if ".layers." in name else config.num_hidden_layers
+        shards.setdefault(layer, []).append((name, dtype, shape, values(rng, name, dtype, shape, config, a_log_tail)))
+    for number, (_, tensors) in enumerate(sorted(shards.items()), 1):
+        path = folder / f"model-{number:05d}-of-{len(shards):06d}.safetensors"
+        path.write_bytes(header_bytes([t[:3] for t in tensors]) + b"".join(t[3] for t in tensors))
+    return folder
+
+
+def values(rng, name, dtype, shape, config, a_log_tail):
+    "The bytes of one tensor, of a size that keeps activations near one."
+    if dtype == "U8":
+        low, high = (117, 122) if name.endswith("scale") else (0, 256)
+        return rng.integers(low, high, shape, np.uint8).tobytes()
+    fan = shape[-1] if len(shape) == 2 else 4
+    x = rng.standard_normal(shape).astype(np.float32) * np.float32(fan ** -0.5)
+    if "norm" in name:
+        x = 1 + 0.1 * x
+    if name.endswith("embed_tokens.weight"):
+        x *= np.float32(fan ** 0.5)
+    if name.endswith("A_log"):
+        x[config.kda_num_heads:] = a_log_tail
+    x = x.astype(np.float32)
+    return x.tobytes() if dtype == "F32" else (x.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+
+
+def forward64(folder, ids):
+    "Logits of the float64 model that chapter 5.5 writes out, for another checkpoint than the chapter's."
+    cells = [c.source for c in jupytext.read(ROOT / "book" / "05_streaming" / "05_model.py", fmt="py:percent").cells if c.cell_type == "code"]
+    first = next(i for i, c in enumerate(cells) if c.startswith("def rms("))
+    last = next(i for i, c in enumerate(cells) if "def forward64(" in c)
+    from k3lib import checkpoint, model, mxfp4
+    space = {**vars(model), "functools": __import__("functools"), "decode": mxfp4.decode,
+             "config": read_config(folder), "checkpoint": checkpoint.Checkpoint(folder)}
+    exec("\n".join(cells[first:last + 1]), space)
+    return space["forward64"](list(ids))[0]
