@@ -2,8 +2,8 @@
 
 Made from book/05_streaming/04_experts.py: edit that, then run `make export`.
 """
-# built on moe f816c117959c
-# built on trunk 86816fbfd014
+# built on moe 5762509ab4e1
+# built on trunk 2259348e100b
 
 import threading
 import time
@@ -49,21 +49,25 @@ class Experts:
     """Routed experts in a fixed number of slots: those of the last passes stay until the least recently used must go.
 
     `extents(layer, e)`: the six extents of an expert in the order of Expert's fields. A layer's experts are requested
-    together and arrive in any order; a slot is not refilled before its expert has been used.
+    together and arrive in any order; a slot is not refilled before its expert has been used. Requests are numbered: what is
+    left of an interrupted one can neither take arrivals of the next nor give its slots away.
     """
 
     def __init__(self, extents, files, slots, nbytes, readers):
+        if slots and readers < 1:
+            raise ValueError(f"{readers} readers fetch nothing")
         self.extents, self.files = extents, files
         self.requests = self.hits = 0
         self.wait_seconds = 0.0
         self._memory = [aligned(nbytes) for _ in range(slots)]
-        self._turn = threading.Condition()
+        self._turn = threading.Lock()
+        self._work, self._news = threading.Condition(self._turn), threading.Condition(self._turn)  # for readers; for the consumer
         self._free = list(range(slots))
         self._resident = OrderedDict()  # (layer, e) -> (slot, Expert), least recently used first
         self._held, self._pending, self._ready = set(), deque(), deque()
-        self._due = self._busy = 0
+        self._number = self._due = self._busy = 0
         self._stopped = False
-        self._threads = [threading.Thread(target=self._fetch, name=f"k3-experts-{i}", daemon=True) for i in range(readers)]
+        self._threads = [threading.Thread(target=self._serve, name=f"k3-experts-{i}", daemon=True) for i in range(readers)]
         for thread in self._threads:
             thread.start()
 
@@ -72,52 +76,93 @@ class Experts:
         return _Layer(self, number)
 
     def request(self, layer, ids):
-        "Start fetching these experts of a layer. Those still resident are held and counted as hits."
+        "Start fetching these experts of a layer, each named once. Those still resident are held and counted as hits."
+        keys = [(layer, int(e)) for e in ids]
+        if len(set(keys)) < len(keys) or keys and not self._memory:
+            raise ValueError(f"experts {list(ids)} of layer {layer} are requested into {len(self._memory)} slots: an expert twice, or no slot")
         with self._turn:
             self._abandon()
-            for e in ids:
-                key = (layer, int(e))
+            for key in keys:
                 if key in self._resident:
                     self._held.add(key)
                     self._ready.append((key, self._resident[key][1]))
                     self.hits += 1
                 else:
                     self._pending.append(key)
-            self._due = len(ids)
-            self.requests += len(ids)
-            self._turn.notify_all()
+            self._due = len(keys)
+            self.requests += len(keys)
+            self._work.notify_all()
 
     def arrivals(self):
         "Yields (expert id, Expert) once for each requested id, as they arrive. The weights are valid until the next is asked for."
-        while self._due:
+        return self._arrivals(self._number)
+
+    def _arrivals(self, number):
+        while True:
             began = time.perf_counter()
             with self._turn:
-                while not self._ready:
-                    self._turn.wait()
+                self._check(number)
+                if not self._due:
+                    return
+                while not self._ready and not self._stopped:
+                    self._news.wait()
+                self._check(number)
                 key, expert = self._ready.popleft()
                 self._due -= 1
-            self.wait_seconds += time.perf_counter() - began
+                self.wait_seconds += time.perf_counter() - began
             if isinstance(expert, BaseException):
                 raise expert
-            try:
-                yield key[1], expert
-            finally:
-                with self._turn:
-                    self._held.discard(key)
-                    self._resident.move_to_end(key)
-                    self._turn.notify_all()
+            yield key[1], expert
+            self._used(number, key)
+
+    def _check(self, number):
+        if self._stopped or number != self._number:
+            raise RuntimeError("the experts are closed" if self._stopped else "these arrivals belong to an earlier request")
+
+    def _used(self, number, key):
+        with self._turn:
+            if number == self._number:
+                self._held.discard(key)
+                self._resident.move_to_end(key)
+                self._work.notify()
 
     def _abandon(self):
         "Forget what an interrupted pass has left: its reads end, its results are dropped, nothing is held."
+        self._number += 1
+        self._due = 0
         self._pending.clear()
         while self._busy:
-            self._turn.wait()
+            self._news.wait()
         self._ready.clear()
         self._held.clear()
-        self._due = 0
+
+    def _serve(self):
+        "A reader's life: settle the last fetch and choose the next under the lock, read outside."
+        job = result = None
+        while True:
+            with self._turn:
+                if job is not None:
+                    self._settle(*job, result)
+                while not self._stopped and (job := self._next()) is None:
+                    self._work.wait()
+                if self._stopped:
+                    return
+            try:
+                key, slot = job
+                result = read_expert(self.files, self.extents(*key), self._memory[slot])
+            except BaseException as error:  # whatever it is, the consumer must hear of it
+                result = error
+
+    def _next(self):
+        "The next (key, slot) to fetch, or None while nothing is pending or every slot is in use."
+        slot = self._slot() if self._pending else None
+        if slot is None:
+            return None
+        self._busy += 1
+        return self._pending.popleft(), slot
 
     def _slot(self):
-        "A slot to fill, or None while every slot is in use."
+        "A slot to fill: a free one, else that of the least recently used expert that is not held."
         if self._free:
             return self._free.pop()
         for key in self._resident:
@@ -125,37 +170,22 @@ class Experts:
                 return self._resident.pop(key)[0]
         return None
 
-    def _fetch(self):
-        while True:
-            with self._turn:
-                slot = None
-                while not self._stopped:
-                    slot = self._slot() if self._pending else None
-                    if slot is not None:
-                        break
-                    self._turn.wait()
-                if self._stopped:
-                    return
-                key = self._pending.popleft()
-                self._busy += 1
-            try:
-                result = read_expert(self.files, self.extents(*key), self._memory[slot])
-            except BaseException as error:  # whatever it is, the consumer must hear of it
-                result = error
-            with self._turn:
-                self._busy -= 1
-                if isinstance(result, BaseException):
-                    self._free.append(slot)
-                else:
-                    self._resident[key] = (slot, result)
-                    self._held.add(key)
-                self._ready.append((key, result))
-                self._turn.notify_all()
+    def _settle(self, key, slot, result):
+        self._busy -= 1
+        if isinstance(result, BaseException):
+            self._free.append(slot)
+        else:
+            self._resident[key] = (slot, result)
+            self._held.add(key)
+        self._ready.append((key, result))
+        self._news.notify()
 
     def close(self):
+        "End the readers; whoever waits for an expert gets a RuntimeError."
         with self._turn:
             self._stopped = True
-            self._turn.notify_all()
+            self._work.notify_all()
+            self._news.notify_all()
         for thread in self._threads:
             thread.join()
 

@@ -2,6 +2,9 @@
 # # 5.3 The trunk: rows that arrive
 
 # %% tags=["export"]
+import ctypes
+import errno
+import math
 import mmap
 import os
 import threading
@@ -21,103 +24,150 @@ ARRAY_DTYPE = {"BF16": np.uint16, "F32": np.float32, "U8": np.uint8}
 
 def aligned(nbytes):
     "A page-aligned uint8 array of at least `nbytes`, from the operating system, zero and uncommitted until written."
-    memory = mmap.mmap(-1, max(PAGE, -(-nbytes // PAGE) * PAGE))
-    return np.frombuffer(memory, np.uint8)
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    return np.frombuffer(mmap.mmap(-1, max(PAGE, _pages(nbytes)), **private), np.uint8)
+
+
+def _pages(nbytes):
+    return -(-nbytes // PAGE) * PAGE
 
 
 def widened(nbytes):
     "Buffer bytes that hold any extent of `nbytes` widened to whole pages at both ends."
-    return -(-nbytes // PAGE) * PAGE + PAGE
+    return _pages(nbytes) + PAGE
 
 
 # %% tags=["export"]
+_READ_ONLY, _DIRECT = os.O_RDONLY | getattr(os, "O_BINARY", 0), getattr(os, "O_DIRECT", 0)
+
+
 class File:
-    """One shard, read past the page cache where the file system allows it.
+    """One shard, read past the page cache where the file system allows it; for any number of threads at once.
 
     `how` says "direct", or "buffered" and why. Without O_DIRECT the pages a read leaves behind are dropped again.
     """
 
     def __init__(self, path):
-        self.path = path
-        self._lock = threading.Lock()
-        self._open(getattr(os, "O_DIRECT", 0))
-        self.size = os.fstat(self.fd).st_size
-
-    def _open(self, direct, why="this system has no O_DIRECT"):
+        self.path, self._lock, self._open = path, threading.Lock(), []
+        if not _DIRECT:
+            return self._go_buffered("this system has no O_DIRECT")
         try:
-            self.fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | direct)
+            self._use(_DIRECT, "direct")
         except OSError as error:
-            if not direct:
+            self._go_buffered(f"O_DIRECT refused at open: {error.strerror}")
+
+    def _use(self, flag, how):
+        fd = os.open(self.path, _READ_ONLY | flag)
+        self._open.append(fd)
+        self._fd, self.how = (fd, flag != 0), how
+
+    def _go_buffered(self, why):
+        "From now on through the page cache. The first descriptor stays open: another reader may be inside a call on it."
+        with self._lock:
+            if self._open and not self._fd[1]:
+                return
+            try:
+                self._use(0, f"buffered: {why}")
+            except OSError as error:
                 raise CheckpointError(f"{self.path}: cannot be opened: {error.strerror}") from None
-            return self._open(0, f"O_DIRECT refused at open: {error.strerror}")
-        self.direct = bool(direct)
-        self.how = "direct" if direct else f"buffered: {why}"
 
     def read(self, buffer, offset, nbytes):
         """Read `nbytes` at `offset` into `buffer`, a page-aligned uint8 array of at least widened(nbytes).
 
-        Returns the index in `buffer` at which the extent begins. Raises CheckpointError on a short file or a failed read.
+        Returns the index in `buffer` at which the extent begins, and the bytes that were moved: those of whole pages.
+        Raises CheckpointError on a short file or a failed read.
         """
-        low = offset - offset % PAGE
-        need = offset - low + nbytes
-        want = -(-need // PAGE) * PAGE
-        view, done = memoryview(buffer), 0
-        while done < need:
+        low, end = offset - offset % PAGE, offset + nbytes
+        want = _pages(end - low)
+        view, done = memoryview(buffer)[:want], 0
+        if len(view) < want:
+            raise ValueError(f"{nbytes} bytes at offset {offset} need a buffer of {want}, this one has {len(view)}")
+        while low + done < end:
+            fd, direct = self._fd
             try:
-                got = _read_at(self, view[done:min(want, done + ONE_READ)], low + done)
+                got = _read_at(self, fd, view[done:done + ONE_READ], low + done)
             except OSError as error:
-                if self.direct and error.errno == 22:  # EINVAL: this file system takes O_DIRECT at open and refuses it here
-                    with self._lock:
-                        if self.direct:
-                            os.close(self.fd)
-                            self._open(0, "O_DIRECT refused at read")
+                if direct and error.errno == errno.EINVAL:  # some file systems take O_DIRECT at open and refuse it here
+                    self._go_buffered(f"O_DIRECT refused at read: {error.strerror}")
                     continue
                 raise CheckpointError(f"{self.path}: reading {nbytes} bytes at offset {offset} failed: {error.strerror}") from None
-            if got == 0:
-                raise CheckpointError(f"{self.path}: ends at byte {low + done}, but bytes {offset} to {offset + nbytes} are needed")
-            done += got
-            if self.direct and done < need:
-                done -= done % PAGE
-        if not self.direct and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.fd, low, want, os.POSIX_FADV_DONTNEED)
-        return offset - low
+            if low + done + got < end and (got == 0 or direct and got < PAGE):
+                raise CheckpointError(f"{self.path}: ends at byte {os.fstat(fd).st_size}, but bytes {offset} to {end} are needed")
+            done += got if low + done + got >= end or not direct else got - got % PAGE
+        if not self._fd[1] and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd[0], low, want, os.POSIX_FADV_DONTNEED)
+        return offset - low, done
 
     def close(self):
-        os.close(self.fd)
+        "Close the descriptors. No read may be under way."
+        while self._open:
+            os.close(self._open.pop())
 
 
 if hasattr(os, "preadv"):
-    def _read_at(file, view, offset):
-        return os.preadv(file.fd, [view], offset)
+    def _read_at(file, fd, view, offset):
+        return os.preadv(fd, [view], offset)
 else:
-    def _read_at(file, view, offset):
+    def _read_at(file, fd, view, offset):
         with file._lock:  # seek and read are two calls here: one reader at a time
-            os.lseek(file.fd, offset, os.SEEK_SET)
-            data = os.read(file.fd, len(view))
+            os.lseek(fd, offset, os.SEEK_SET)
+            data = os.read(fd, len(view))
         view[:len(data)] = data
         return len(data)
 
 
+# %% tags=["export"]
+class Event(NamedTuple):
+    "What a thread did from `began` to `ended`, seconds of time.perf_counter: read `nbytes` for a part, or multiply them."
+    what: str
+    thread: str
+    began: float
+    ended: float
+    nbytes: int
+
+
 class Files:
-    "The shards of one checkpoint, each opened once, and the bytes read from them by part."
+    """The shards of one checkpoint, each opened once, and the bytes read from them by part.
+
+    `moved` counts what the system was asked for: extents widened to whole pages. `log`, if it is a list, gets an Event a read.
+    """
 
     def __init__(self):
-        self._files, self._lock = {}, threading.Lock()
+        self._files, self._turn = {}, threading.Condition(threading.Lock())
+        self._reading, self._closed = 0, False
         self.bytes_read = {"trunk": 0, "experts": 0, "other": 0}
+        self.moved = 0
         self.read_seconds = 0.0  # summed over readers: seconds inside read calls
+        self.log = None
 
     def read(self, buffer, extent, offset, nbytes, part):
         "Read part of `extent` (from byte `offset` of it) into `buffer`; returns where it begins there."
-        with self._lock:
-            if extent.file not in self._files:
-                self._files[extent.file] = File(extent.file)
-            file = self._files[extent.file]
-        began = time.perf_counter()
-        start = file.read(buffer, extent.offset + offset, nbytes)
-        with self._lock:
-            self.bytes_read[part] += nbytes
-            self.read_seconds += time.perf_counter() - began
+        with self._turn:
+            if self._closed:
+                raise CheckpointError(f"{extent.file}: bytes at offset {extent.offset + offset} are asked for after the files were closed")
+            file = self._files.get(extent.file)
+            if file is None:
+                file = self._files[extent.file] = File(extent.file)
+            self._reading += 1
+        began, moved = time.perf_counter(), 0
+        try:
+            start, moved = file.read(buffer, extent.offset + offset, nbytes)
+        finally:
+            ended = time.perf_counter()
+            with self._turn:
+                self._reading -= 1
+                self.bytes_read[part] += nbytes if moved else 0
+                self.moved += moved
+                self.read_seconds += ended - began
+                if self._closed:
+                    self._turn.notify_all()
+        self.note(part, began, nbytes)
         return start
+
+    def note(self, what, began, nbytes):
+        "Add an Event that ends now to the log, if one is kept."
+        if self.log is not None:
+            self.log.append(Event(what, threading.current_thread().name, began, time.perf_counter(), nbytes))
 
     def array(self, extent, part, first=0, rows=None):
         "The tensor, or `rows` rows of it from row `first`, as an owned array: uint16 for BF16, else its own dtype."
@@ -132,15 +182,19 @@ class Files:
         return {os.path.basename(path): file.how for path, file in sorted(self._files.items())}
 
     def close(self):
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        "Close the shards once the reads under way have ended; later reads raise CheckpointError."
+        with self._turn:
+            self._closed = True
+            while self._reading:
+                self._turn.wait()
+            for file in self._files.values():
+                file.close()
 
 
 def typed(buffer, start, nbytes, dtype):
     "buffer[start:start+nbytes] as an array of the tensor's dtype; moved to the front if its offset is odd for that dtype."
     if start % ITEMSIZE[dtype]:
-        buffer[:nbytes] = buffer[start:start + nbytes].copy()
+        ctypes.memmove(buffer.ctypes.data, buffer.ctypes.data + start, nbytes)  # numpy would copy to a second buffer first
         start = 0
     return buffer[start:start + nbytes].view(ARRAY_DTYPE[dtype])
 
@@ -158,114 +212,237 @@ class Read(NamedTuple):
         return self.rows * (self.extent.nbytes // self.extent.shape[0])
 
 
-class Ring:
-    """Aligned slots that readers fill in the order of a cyclic list of reads, ahead of the one consumer.
+class _Job(NamedTuple):
+    "What a reader does next with block `number`: fill its slot (`work` is None), or call work(read, data) on what fills it."
+    number: int
+    read: Read
+    slot: int
+    work: object
+    data: object
 
-    Slot k holds read k, k + slots, k + 2 slots, ...: a reader may fill it only after the consumer has given it back.
+
+class Ring:
+    """Aligned slots that readers fill in the order of a cyclic list of reads, ahead of the arithmetic.
+
+    A block leaves in one of two ways: take() hands it to the caller, in order, until it is released; each() has the readers
+    themselves call a function on the blocks of a matrix. Blocks are numbered once and for all, across passes and rewinds:
+    whoever gives back a block of an interrupted pass gives back nothing.
     """
 
     def __init__(self, files, reads, slots, slot_bytes, readers):
+        if slots < 1 or readers < 1:
+            raise ValueError(f"a ring of {slots} slots and {readers} readers moves nothing")
         self.files, self.reads, self.slots = files, reads, slots
         self.memory = [aligned(slot_bytes) for _ in range(slots)]
         self.wait_seconds = 0.0
-        self._turn = threading.Condition()
-        self._issued = self._taken = self._released = self._busy = 0
-        self._filled, self._stopped, self._paused = {}, False, False
-        self._threads = [threading.Thread(target=self._fill, name=f"k3-trunk-{i}", daemon=True) for i in range(readers)]
-        for thread in self._threads:
+        self._turn = threading.Lock()
+        self._work, self._news = threading.Condition(self._turn), threading.Condition(self._turn)  # for readers; for the consumer
+        self._stopped = self._paused = False
+        self._issued = self._taken = self._first = 0  # next block to read, next to hand out, the one the walk began with
+        self._free = [*range(slots)]  # the slot given back last goes out first: it is still in a cache
+        self._slot, self._filled = {}, {}  # block: slot, from its issue to its release; block: data or what was raised
+        self._filling = self._calling = self._threads = self._left = 0
+        self._call, self._until, self._due, self._failure = None, 0, [], None  # blocks below `until` are for `call`
+        self._still = 0.0  # since when no call has been running
+        self._readers = [threading.Thread(target=self._serve, name=f"k3-trunk-{i}", daemon=True) for i in range(readers)]
+        for thread in self._readers:
             thread.start()
 
-    def _fill(self):
-        while True:
-            with self._turn:
-                while not self._stopped and (self._paused or self._issued - self._released >= self.slots):
-                    self._turn.wait()
-                if self._stopped:
-                    return
-                number = self._issued
-                self._issued += 1
-                self._busy += 1
-            read, buffer = self.reads[number % len(self.reads)], self.memory[number % self.slots]
-            try:
-                row = read.nbytes // read.rows
-                start = self.files.read(buffer, read.extent, read.first * row, read.nbytes, read.part)
-                result = typed(buffer, start, read.nbytes, read.extent.dtype)
-            except BaseException as error:  # whatever it is, the consumer must hear of it
-                result = error
-            with self._turn:
-                self._busy -= 1
-                self._filled[number] = result
-                self._turn.notify_all()
-
-    def take(self):
-        "The next read's data, a flat array inside its slot. Blocks until it has arrived; raises what its reader raised."
+    def take(self, number):
+        "The data of block `number`, the next: a flat array inside its slot. Waits until it has arrived; raises what its reader raised."
         began = time.perf_counter()
         with self._turn:
-            while self._taken not in self._filled:
-                self._turn.wait()
-            result = self._filled.pop(self._taken)
-            self._taken += 1
-        self.wait_seconds += time.perf_counter() - began
+            self._claim(number, 1)
+            while number not in self._filled and not self._stopped:
+                self._news.wait()
+            self._check_open()
+            result = self._filled.pop(number)
+            self.wait_seconds += time.perf_counter() - began
         if isinstance(result, BaseException):
             raise result
         return result
 
-    def release(self):
-        "Give the oldest taken slot back to the readers."
+    def release(self, number):
+        "Give a taken block's slot back to the readers."
         with self._turn:
-            self._released += 1
-            self._turn.notify_all()
+            self._give_back(number)
+            self._work.notify()
 
-    @property
-    def position(self):
-        "Index in the list of reads of the next one to be taken."
-        return self._taken % len(self.reads)
+    def each(self, number, count, work, threads):
+        """Have the readers call work(read, data) on each of `count` blocks from `number`, the next, in any order, at most
+        `threads` at a time.
 
-    def rewind(self):
-        "Drop what was read ahead and begin again at the first read."
+        Returns when all calls have ended; raises what one of them, or a reader, raised.
+        """
         with self._turn:
-            self._paused = True
-            while self._busy:
-                self._turn.wait()
-            self._issued = self._taken = self._released = 0
-            self._filled.clear()
+            self._claim(number, count)
+            self._call, self._threads, self._left, self._until, self._failure = work, threads, count, number + count, None
+            self._due = [n for n in range(number, self._until) if n in self._filled]
+            self._still = time.perf_counter()
+            self._work.notify_all()
+            try:
+                while self._left and self._failure is None and not self._stopped:
+                    self._news.wait()
+            finally:
+                self._until = 0
+                self._due.clear()
+                while self._calling:
+                    self._news.wait()
+            self._check_open()
+            if self._failure is not None:
+                raise self._failure
+
+    def _claim(self, number, count):
+        self._check_open()
+        if number != self._taken:
+            raise RuntimeError(f"block {number} is asked for, but block {self._taken} is next")
+        self._taken += count
+
+    def _check_open(self):
+        if self._stopped:
+            raise RuntimeError("the ring is closed")
+
+    def begin(self):
+        "Number of the block that starts a pass: the next one, if the pass before has ended well; else the ring is rewound."
+        with self._turn:
+            out = self._issued < self._taken or any(number < self._taken for number in self._slot)
+            if out or (self._taken - self._first) % len(self.reads):
+                self._rewind()
+            return self._taken
+
+    def _rewind(self):
+        "Drop what was read ahead and what was not given back, and begin again at the first read."
+        self._paused = True
+        try:
+            while self._filling or self._calling:
+                self._news.wait()
+            self._first = self._taken = self._issued
+            self._slot, self._filled, self._free = {}, {}, [*range(self.slots)]
+        finally:
             self._paused = False
-            self._turn.notify_all()
+            self._work.notify_all()
 
     def close(self):
+        "End the readers; whoever waits for a block gets a RuntimeError."
         with self._turn:
             self._stopped = True
-            self._turn.notify_all()
-        for thread in self._threads:
+            self._work.notify_all()
+            self._news.notify_all()
+        for thread in self._readers:
             thread.join()
+
+    def _serve(self):
+        "A reader's life: settle the last job and choose the next under the lock, do it outside."
+        job = result = None
+        while True:
+            with self._turn:
+                if job is not None:
+                    self._settle(job, result)
+                while not self._stopped and (job := self._next()) is None:
+                    self._work.wait()
+                if self._stopped:
+                    return
+            result = self._do(job)
+
+    def _next(self):
+        "The next job, or None: a call that is due, else a read into a free slot."
+        if self._due and self._calling < self._threads:
+            number, work = self._due.pop(), self._call
+            if self._calling == 0:
+                self.wait_seconds += time.perf_counter() - self._still
+            self._calling += 1
+        elif self._free and not self._paused:
+            number, work = self._issued, None
+            self._issued += 1
+            self._filling += 1
+            self._slot[number] = self._free.pop()
+        else:
+            return None
+        if self._free or self._due:
+            self._work.notify()
+        return _Job(number, self.reads[(number - self._first) % len(self.reads)], self._slot[number], work, self._filled.pop(number, None))
+
+    def _do(self, job):
+        "The data read, None after a call; or what was raised."
+        read, buffer = job.read, self.memory[job.slot]
+        try:
+            if job.work is None:
+                row = read.nbytes // read.rows
+                start = self.files.read(buffer, read.extent, read.first * row, read.nbytes, read.part)
+                return typed(buffer, start, read.nbytes, read.extent.dtype)
+            if isinstance(job.data, BaseException):
+                raise job.data
+            began = time.perf_counter()
+            job.work(read, job.data)
+            self.files.note("arithmetic", began, read.nbytes)
+        except BaseException as error:  # whatever it is, the consumer must hear of it
+            return error
+
+    def _settle(self, job, result):
+        if job.work is None:
+            self._filling -= 1
+            self._filled[job.number] = result
+            if job.number < self._until:
+                self._due.append(job.number)
+        else:
+            self._calling -= 1
+            self._left -= 1
+            self._give_back(job.number)
+            if result is not None:
+                self._failure = result
+                self._until = 0
+                self._due.clear()
+            if self._calling == 0:
+                self._still = time.perf_counter()
+        self._news.notify()
+
+    def _give_back(self, number):
+        slot = self._slot.pop(number, None)
+        if slot is not None:
+            self._free.append(slot)
 
 
 # %% tags=["export"]
 def row_blocks(extent, multiple, slot_bytes, part):
-    "The reads that bring a matrix through slots of `slot_bytes`: as many whole rows a read as fit, a multiple of `multiple`."
+    """The reads that bring a matrix through slots of `slot_bytes`: as many whole rows a read as fit, of equal size but the last.
+
+    Rows come in multiples of `multiple`, and of the four that a kernel takes at once where there is room for them.
+    """
     n, row = extent.shape[0], extent.nbytes // extent.shape[0]
-    rows = (slot_bytes - 2 * PAGE) // row // multiple * multiple
-    if rows == 0:
+    room = (slot_bytes - 2 * PAGE) // row
+    unit = math.lcm(multiple, 4) if room >= math.lcm(multiple, 4) else multiple
+    if room < unit:
         raise ValueError(f"a ring slot of {slot_bytes} bytes does not hold {multiple} rows of {row} bytes")
+    blocks = -(-n // (room // unit * unit))
+    rows = -(-n // (blocks * unit)) * unit
     return [Read(extent, first, min(rows, n - first), part) for first in range(0, n, rows)]
 
 
 class Streamed:
-    "A matrix that goes by once: its blocks are slots of the ring, each given back when the next is asked for."
+    "A matrix that goes by once: its blocks are slots of the ring, the first of them block `number`."
 
-    def __init__(self, ring, extent, reads):
-        self.ring, self.reads, self.shape = ring, reads, extent.shape
+    def __init__(self, ring, extent, reads, number):
+        self.ring, self.reads, self.number, self.shape = ring, reads, number, extent.shape
 
     def blocks(self, multiple=1):
-        "Yields (first row, rows [m, k]). The rows are valid until the next block is asked for."
-        for read in self.reads:
+        """Yields (first row, rows [m, k]) in order. The rows are valid until the next block is asked for.
+
+        Whoever stops half-way keeps the slot until the ring is rewound: giving it back from a generator's end would leave
+        the moment to the garbage collector.
+        """
+        for number, read in enumerate(self.reads, self.number):
             if read.rows % multiple and read.first + read.rows != self.shape[0]:
                 raise ValueError(f"{multiple} rows must stay together, but a block has {read.rows}")
-            data = self.ring.take()
-            try:
-                yield read.first, data.reshape(read.rows, *self.shape[1:])
-            finally:
-                self.ring.release()
+            data = self.ring.take(number)
+            yield read.first, data.reshape(read.rows, *self.shape[1:])
+            self.ring.release(number)
+
+    def each(self, work, threads):
+        """Call work(first row, rows [m, k]) on every block, in any order, at most `threads` at a time, on the thread that
+        has read it: the rows are still in that core's cache. Returns when all calls have."""
+        def call(read, data):
+            work(read.first, data.reshape(read.rows, *self.shape[1:]))
+        self.ring.each(self.number, len(self.reads), call, threads)
 
 
 def as_float32(array):
@@ -290,24 +467,25 @@ class Trunk:
         self.files, self.parts, self.checkpoint = files, parts, checkpoint
         self.extents = {name: checkpoint.extent(name) for name in walk}
         self.resident, self.reads = {}, {}
-        for name in walk:
-            extent = self.extents[name]
-            if not is_matrix(extent) or name in pinned:
+        for name, extent in self.extents.items():
+            if is_matrix(extent) and name not in pinned:
+                self.reads[name] = row_blocks(extent, multiples.get(name, 1), slot_bytes, parts(name))
+        for name, extent in self.extents.items():
+            if name not in self.reads:
                 array = files.array(extent, parts(name))
                 self.resident[name] = Rows(array) if is_matrix(extent) else as_float32(array)
                 if progress is not None:
                     progress(extent.nbytes)
-            else:
-                self.reads[name] = row_blocks(extent, multiples.get(name, 1), slot_bytes, parts(name))
-        self._order = list(self.reads)
-        self._next = 0
-        self.ring = Ring(files, [r for reads in self.reads.values() for r in reads], slots, slot_bytes, readers) if self.reads else None
+        self._order, self._next, self._start, self._index, reads = list(self.reads), 0, 0, {}, []
+        for name in self._order:
+            self._index[name] = len(reads)
+            reads += self.reads[name]
+        self.ring = Ring(files, reads, slots, slot_bytes, readers) if reads else None
 
     def begin(self):
         "Start a pass: if the last one stopped half-way, the ring begins anew."
-        if self.ring is not None and (self._next or self.ring.position):
-            self.ring.rewind()
-        self._next = 0
+        if self.ring is not None:
+            self._next, self._start = 0, self.ring.begin()
 
     def take(self, name):
         "A matrix with .shape and .blocks(), or a float32 array. A streamed tensor comes when its turn in the walk comes, once a pass."
@@ -316,7 +494,7 @@ class Trunk:
         if self._order[self._next] != name:
             raise RuntimeError(f"the walk asks for {name}, but {self._order[self._next]} is next")
         self._next = (self._next + 1) % len(self._order)
-        return Streamed(self.ring, self.extents[name], self.reads[name])
+        return Streamed(self.ring, self.extents[name], self.reads[name], self._start + self._index[name])
 
     def row(self, name, i):
         "Row `i` of a matrix outside the walk, float32: one read."
