@@ -32,7 +32,7 @@ def _decode(args):
     for path in (args.json, args.logits):
         if path is not None and not Path(path).parent.is_dir():
             raise FileNotFoundError(f"{path}: there is no folder {Path(path).parent} to write it in")
-    prompt = args.prompt
+    prompt = None if args.prompt is None else os.fsencode(args.prompt)  # bytes the shell gave that are not UTF-8 stay as they are
     if args.prompt_file is not None:
         if not Path(args.prompt_file).is_file():
             raise FileNotFoundError(f"{args.prompt_file}: no such file")

@@ -4,10 +4,10 @@ Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
 # built on checkpoint 6ca62c46ee2f
 # built on config 14b2a1a890ac
-# built on experts 3f6feb449a69
-# built on model e17c75e90e1e
+# built on experts b5c6609fd158
+# built on model a643d478b305
 # built on tokenizer 2e9895b018e7
-# built on trunk 86816fbfd014
+# built on trunk 2259348e100b
 
 import dataclasses
 import os

@@ -2,7 +2,7 @@
 
 Made from book/02_kda/01_kda.py: edit that, then run `make export`.
 """
-# built on linear ec0b27f72b5b
+# built on linear a03a069750fc
 
 from typing import NamedTuple
 
@@ -120,19 +120,20 @@ def _correct_rows(S, alpha, k, delta, q, first, out):
 @njit(**KERNEL)
 def _recall(S, alpha, k, out):
     "out += (diag(alpha) S)^T k, four key rows a pass."
-    whole = k.size - k.size % 4
-    for i in range(0, whole, 4):
+    i = 0
+    while i + 4 <= k.size:
         a0, a1, a2, a3 = alpha[i] * k[i], alpha[i + 1] * k[i + 1], alpha[i + 2] * k[i + 2], alpha[i + 3] * k[i + 3]
         for j in range(out.size):
             out[j] = fma(a3, S[i + 3, j], fma(a2, S[i + 2, j], fma(a1, S[i + 1, j], fma(a0, S[i, j], out[j]))))
-    _recall_rows(S, alpha, k, whole, out)
+        i += 4
+    _recall_rows(S, alpha, k, i, out)
 
 
 @njit(**KERNEL)
 def _correct(S, alpha, k, delta, q, out):
     "S = diag(alpha) S + k delta^T, out += S^T q, four key rows a pass."
-    whole = k.size - k.size % 4
-    for i in range(0, whole, 4):
+    i = 0
+    while i + 4 <= k.size:
         a0, a1, a2, a3 = alpha[i], alpha[i + 1], alpha[i + 2], alpha[i + 3]
         b0, b1, b2, b3 = k[i], k[i + 1], k[i + 2], k[i + 3]
         c0, c1, c2, c3 = q[i], q[i + 1], q[i + 2], q[i + 3]
@@ -142,7 +143,8 @@ def _correct(S, alpha, k, delta, q, out):
             s2, s3 = fma(b2, e, a2 * S[i + 2, j]), fma(b3, e, a3 * S[i + 3, j])
             S[i, j], S[i + 1, j], S[i + 2, j], S[i + 3, j] = s0, s1, s2, s3
             out[j] = fma(c3, s3, fma(c2, s2, fma(c1, s1, fma(c0, s0, out[j]))))
-    _correct_rows(S, alpha, k, delta, q, whole, out)
+        i += 4
+    _correct_rows(S, alpha, k, delta, q, i, out)
 
 
 @njit(**KERNEL)

@@ -2,14 +2,14 @@
 
 Made from book/01_mxfp4/03_linear.py: edit that, then run `make export`.
 """
-# built on mxfp4 7b59585df358
+# built on mxfp4 daee53fa54cb
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
 from numba.extending import intrinsic
 
-from k3lib.mxfp4 import KERNEL, fma, fma16, load16, load16_part, sum16, zeros16
+from k3lib.mxfp4 import INNER, KERNEL, aligned, fma, fma16, load16, load16_part, put4, sum16, zeros4, zeros16
 
 LANES = 16
 
@@ -19,7 +19,7 @@ def bf16_to_float32(bits):
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-@njit(**KERNEL)
+@njit(**INNER)
 def _dot(w, i, x, j, k):
     "w[i:i+k] . x[j:j+k], flat arrays: sixteen lanes, one accumulator, one tree."
     acc = zeros16()
@@ -37,83 +37,6 @@ def dot(a, b):
     return _dot(a, 0, b, 0, a.size)
 
 
-@njit(**KERNEL)
-def _dot4x1(w, i, x, j, k):
-    "Four rows w[i], w[i+k], ... against one token."
-    a = b = c = d = zeros16()
-    whole = k - k % LANES
-    for m in range(0, whole, LANES):
-        v = load16(x, j + m)
-        a = fma16(load16(w, i + m), v, a)
-        b = fma16(load16(w, i + k + m), v, b)
-        c = fma16(load16(w, i + 2 * k + m), v, c)
-        d = fma16(load16(w, i + 3 * k + m), v, d)
-    if whole < k:
-        n = k - whole
-        v = load16_part(x, j + whole, n)
-        a = fma16(load16_part(w, i + whole, n), v, a)
-        b = fma16(load16_part(w, i + k + whole, n), v, b)
-        c = fma16(load16_part(w, i + 2 * k + whole, n), v, c)
-        d = fma16(load16_part(w, i + 3 * k + whole, n), v, d)
-    return sum16(a), sum16(b), sum16(c), sum16(d)
-
-
-@njit(**KERNEL)
-def _dot2x4(w, i, x, j, k):
-    "Two rows against four tokens: a weight is widened once for all four."
-    a = b = c = d = e = f = g = h = zeros16()
-    whole = k - k % LANES
-    for m in range(0, whole, LANES):
-        u, v = load16(w, i + m), load16(w, i + k + m)
-        s, t = load16(x, j + m), load16(x, j + k + m)
-        a, e = fma16(u, s, a), fma16(v, s, e)
-        b, f = fma16(u, t, b), fma16(v, t, f)
-        s, t = load16(x, j + 2 * k + m), load16(x, j + 3 * k + m)
-        c, g = fma16(u, s, c), fma16(v, s, g)
-        d, h = fma16(u, t, d), fma16(v, t, h)
-    if whole < k:
-        n, m = k - whole, whole
-        u, v = load16_part(w, i + m, n), load16_part(w, i + k + m, n)
-        s, t = load16_part(x, j + m, n), load16_part(x, j + k + m, n)
-        a, e = fma16(u, s, a), fma16(v, s, e)
-        b, f = fma16(u, t, b), fma16(v, t, f)
-        s, t = load16_part(x, j + 2 * k + m, n), load16_part(x, j + 3 * k + m, n)
-        c, g = fma16(u, s, c), fma16(v, s, g)
-        d, h = fma16(u, t, d), fma16(v, t, h)
-    return (sum16(a), sum16(b), sum16(c), sum16(d)), (sum16(e), sum16(f), sum16(g), sum16(h))
-
-
-@njit(parallel=True, **KERNEL)
-def _matmul(w, x, out, first):
-    n, k = w.shape
-    tokens = x.shape[0]
-    flat, xs = w.reshape(-1), x.reshape(-1)
-    for tile in prange((n + 3) // 4):
-        r = 4 * tile
-        last = min(r + 4, n)
-        t = 0
-        while t + 4 <= tokens:
-            q = r
-            while q + 2 <= last:
-                upper, lower = _dot2x4(flat, q * k, xs, t * k, k)
-                for m in range(4):
-                    out[t + m, first + q] = upper[m]
-                    out[t + m, first + q + 1] = lower[m]
-                q += 2
-            if q < last:
-                for m in range(4):
-                    out[t + m, first + q] = _dot(flat, q * k, xs, (t + m) * k, k)
-            t += 4
-        while t < tokens:
-            if last == r + 4:
-                a, b, c, d = _dot4x1(flat, r * k, xs, t * k, k)
-                out[t, first + r], out[t, first + r + 1], out[t, first + r + 2], out[t, first + r + 3] = a, b, c, d
-            else:
-                for q in range(r, last):
-                    out[t, first + q] = _dot(flat, q * k, xs, t * k, k)
-            t += 1
-
-
 class Rows:
     "A resident matrix: `array` [n, k], uint16 bf16 bits or float32, handed out as one block of rows."
 
@@ -124,6 +47,84 @@ class Rows:
     def blocks(self, multiple=1):
         "Yields (first row, rows [m, k]); every block but the last has a number of rows divisible by `multiple`."
         yield 0, self.array
+
+
+@njit(**INNER)
+def _load4(w, i, k):
+    "Sixteen elements of each of four rows of length k."
+    return load16(w, i), load16(w, i + k), load16(w, i + 2 * k), load16(w, i + 3 * k)
+
+
+@njit(**INNER)
+def _load4_part(w, i, k, n):
+    return load16_part(w, i, n), load16_part(w, i + k, n), load16_part(w, i + 2 * k, n), load16_part(w, i + 3 * k, n)
+
+
+@njit(**INNER)
+def _fma4(w, v, acc):
+    return fma16(w[0], v, acc[0]), fma16(w[1], v, acc[1]), fma16(w[2], v, acc[2]), fma16(w[3], v, acc[3])
+
+
+@njit(**INNER)
+def _rows4(w, i, k, x, j, out, t, r):
+    a = zeros4()
+    whole = k - k % LANES
+    for m in range(0, whole, LANES):
+        a = _fma4(_load4(w, i + m, k), load16(x, j + m), a)
+    if whole < k:
+        a = _fma4(_load4_part(w, i + whole, k, k - whole), load16_part(x, j + whole, k - whole), a)
+    put4(out, t, r, a)
+
+
+@njit(**INNER)
+def _rows4_tokens4(w, i, k, x, j, stride, out, t, r):
+    a = b = c = d = zeros4()
+    whole = k - k % LANES
+    for m in range(0, whole, LANES):
+        v = _load4(w, i + m, k)
+        a = _fma4(v, load16(x, j + m), a)
+        b = _fma4(v, load16(x, j + stride + m), b)
+        c = _fma4(v, load16(x, j + 2 * stride + m), c)
+        d = _fma4(v, load16(x, j + 3 * stride + m), d)
+    if whole < k:
+        n = k - whole
+        v = _load4_part(w, i + whole, k, n)
+        a = _fma4(v, load16_part(x, j + whole, n), a)
+        b = _fma4(v, load16_part(x, j + stride + whole, n), b)
+        c = _fma4(v, load16_part(x, j + 2 * stride + whole, n), c)
+        d = _fma4(v, load16_part(x, j + 3 * stride + whole, n), d)
+    put4(out, t, r, a)
+    put4(out, t + 1, r, b)
+    put4(out, t + 2, r, c)
+    put4(out, t + 3, r, d)
+
+
+TILE = 16  # rows that stay in the cache while all tokens pass
+
+
+@njit(parallel=True, **KERNEL)
+def _matmul(w, x, out, first):
+    "out[:, first:first+n] = x[:, :k] w^T for w [n, k]; x may have wider rows than w."
+    n, k = w.shape
+    tokens, stride = x.shape
+    flat, xs = w.reshape(-1), x.reshape(-1)
+    for tile in prange((n + TILE - 1) // TILE):
+        last = min(TILE * tile + TILE, n)
+        t = 0
+        while t < tokens:
+            step = 4 if tokens - t >= 4 else 1
+            r = TILE * tile
+            while r + 4 <= last:
+                if step == 4:
+                    _rows4_tokens4(flat, r * k, k, xs, t * stride, stride, out, t, first + r)
+                else:
+                    _rows4(flat, r * k, k, xs, t * stride, out, t, first + r)
+                r += 4
+            while r < last:
+                for m in range(t, t + step):
+                    out[m, first + r] = _dot(flat, r * k, xs, m * stride, k)
+                r += 1
+            t += step
 
 
 def linear(W, x, out=None):
@@ -137,8 +138,36 @@ def linear(W, x, out=None):
         raise ValueError(f"linear: x has shape {x.shape}, W {W.shape}: the last dimensions differ")
     if out is None:
         out = np.empty((x.shape[0], n), np.float32)
-    for first, rows in W.blocks():
-        _matmul(rows, x, out, first)
+    on_lines = aligned((x.shape[0], k + -k % LANES))
+    on_lines[:, :k] = x
+    for first, block in W.blocks():
+        _matmul(block, on_lines, out, first)
+    return out
+
+
+_f = np.float32
+_ONE, _TWO, _ZERO = _f(1), _f(2), _f(0)
+
+
+@njit(**KERNEL)
+def rms_norm_row(x, weight, eps, out):
+    "out = x * (mean(x^2) + eps)^-1/2 * weight for float32 [n]; `out` may be `x`."
+    scale = _ONE / np.sqrt(dot(x, x) / np.float32(x.size) + np.float32(eps))
+    for i in range(x.size):
+        out[i] = x[i] * scale * weight[i]
+
+
+@njit(**KERNEL)
+def _rms_norm(x, weight, eps, out):
+    for t in range(x.shape[0]):
+        rms_norm_row(x[t], weight, eps, out[t])
+
+
+def rms_norm(x, weight, eps, out=None):
+    "float32 [T, n]: every row of `x` divided by its root mean square (eps inside the root), times `weight` [n]."
+    if out is None:
+        out = np.empty_like(x)
+    _rms_norm(x, weight, eps, out)
     return out
 
 
@@ -154,12 +183,11 @@ def _float(typingctx, i):
     return types.float32(types.int32), lambda c, builder, sig, args: builder.bitcast(args[0], ir.FloatType())
 
 
-_f = np.float32
 _LOG2E, _LN2_HI, _LN2_LO = _f(1.44269504), _f(0.693145752), _f(1.42860677e-06)
 _ROUND = _f(1.5 * 2**23)  # adding and taking off this number rounds to an integer, and leaves it in the low bits
 _ROUND_BITS = int(np.float32(1.5 * 2**23).view(np.int32))
+_SIGN_BIT = np.int32(-2**31)
 _TAYLOR = tuple(_f(1 / d) for d in (5040, 720, 120, 24, 6, 2))
-_ONE, _TWO, _ZERO = _f(1), _f(2), _f(0)
 _EXP_MAX, _EXP_MIN, _TANH_MAX = _f(89), _f(-104), _f(10)
 
 
@@ -208,7 +236,7 @@ def sigmoid(x):
 
 @njit(**KERNEL)
 def tanh(x):
-    "tanh x, float32, as m / (m + 2) with m = e^2|x| - 1 kept apart from the 1, so that small x lose nothing."
+    "tanh x, float32, as m / (m + 2) with m = e^2|x| - 1 kept apart from the 1, so that small x lose nothing; tanh(-0) is -0."
     y = abs(x)
     if y > _TANH_MAX:
         y = _TANH_MAX
@@ -216,29 +244,7 @@ def tanh(x):
     s = _power2(n)
     m = fma(s, q, s - _ONE)
     r = m / (m + _TWO)
-    return r if x >= _ZERO else -r
+    return _float(np.int32(_bits(r) | np.int32(_bits(x) & _SIGN_BIT)))
 
 
-@njit(**KERNEL)
-def rms_norm_row(x, weight, eps, out):
-    "out = x * (mean(x^2) + eps)^-1/2 * weight for float32 [n]; `out` may be `x`."
-    scale = _ONE / np.sqrt(dot(x, x) / np.float32(x.size) + np.float32(eps))
-    for i in range(x.size):
-        out[i] = x[i] * scale * weight[i]
-
-
-@njit(**KERNEL)
-def _rms_norm(x, weight, eps, out):
-    for t in range(x.shape[0]):
-        rms_norm_row(x[t], weight, eps, out[t])
-
-
-def rms_norm(x, weight, eps, out=None):
-    "float32 [T, n]: every row of `x` divided by its root mean square (eps inside the root), times `weight` [n]."
-    if out is None:
-        out = np.empty_like(x)
-    _rms_norm(x, weight, eps, out)
-    return out
-
-
-__all__ = ['LANES', 'bf16_to_float32', 'dot', 'Rows', 'linear', 'exp', 'sigmoid', 'tanh', 'rms_norm_row', 'rms_norm']
+__all__ = ['LANES', 'bf16_to_float32', 'dot', 'Rows', 'TILE', 'linear', 'rms_norm_row', 'rms_norm', 'exp', 'sigmoid', 'tanh']

@@ -2,8 +2,8 @@
 
 Made from book/03_mla/01_mla.py: edit that, then run `make export`.
 """
-# built on linear ec0b27f72b5b
-# built on mxfp4 7b59585df358
+# built on linear a03a069750fc
+# built on mxfp4 daee53fa54cb
 
 import numpy as np
 from numba import njit, prange

@@ -2,11 +2,11 @@
 
 Made from book/05_streaming/05_model.py: edit that, then run `make export`.
 """
-# built on kda 521957fccc85
-# built on linear ec0b27f72b5b
-# built on mla dd5b1fc4643a
-# built on moe f816c117959c
-# built on residual b033a32f5893
+# built on kda 651e6bea995d
+# built on linear a03a069750fc
+# built on mla 19804fc022b2
+# built on moe 5762509ab4e1
+# built on residual c9773b359d76
 
 import numpy as np
 

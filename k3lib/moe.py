@@ -2,9 +2,9 @@
 
 Made from book/04_moe_router/02_moe.py: edit that, then run `make export`.
 """
-# built on linear ec0b27f72b5b
-# built on mxfp4 7b59585df358
-# built on router 26a8c0ef5dca
+# built on linear a03a069750fc
+# built on mxfp4 daee53fa54cb
+# built on router 3700db4db094
 
 from typing import NamedTuple
 

@@ -9,7 +9,9 @@ from numba import njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
+
 E2M1 = np.array([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+SCALE = np.array([*np.ldexp(np.float32(1), np.arange(255) - 127), np.nan], np.float32)
 GROUP = 32  # elements that share one scale byte
 
 
@@ -19,12 +21,11 @@ def decode(packed, scale):
     OCP Microscaling v1.0: value = E2M1[nibble] * 2^(scale - 127); scale byte 255 is NaN.
     """
     codes = np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
-    power = np.ldexp(np.float32(1), scale.astype(np.int32) - 127)
-    power[scale == 255] = np.nan
-    return E2M1[codes] * np.repeat(power, GROUP, -1)
+    return E2M1[codes] * np.repeat(SCALE[scale], GROUP, -1)
 
 
 KERNEL = dict(cache=True, nogil=True, error_model="numpy")  # nogil: readers go on while a kernel runs
+INNER = dict(KERNEL, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # called by kernels only: a quarter less to compile
 
 _F32, _I8, _I16, _I32 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32)
 
@@ -108,12 +109,26 @@ def load16_part(typingctx, a, i, n):
 
 
 @intrinsic
+def store16(typingctx, a, i, v):
+    "(a, i, v): a[i:i+16] = v, a flat float32 array."
+    def codegen(context, builder, sig, args):
+        p = _pointer(context, builder, sig.args[0], args[0], args[1], _vector(_F32))
+        builder.store(args[2], p, align=4)
+        return context.get_dummy_value()
+    return types.void(a, types.intp, f32x16), codegen
+
+
+def _intrinsic(builder, name, result, *args):
+    "Call of an LLVM intrinsic."
+    kind = ir.FunctionType(result, [a.type for a in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+@intrinsic
 def fma16(typingctx, a, b, c):
     "(a, b, c) -> a*b + c in each lane, rounded once."
     def codegen(context, builder, sig, args):
-        v = _vector(_F32)
-        f = cgutils.get_or_insert_function(builder.module, ir.FunctionType(v, [v] * 3), "llvm.fma.v16f32")
-        return builder.call(f, args)
+        return _intrinsic(builder, "llvm.fma.v16f32", _vector(_F32), *args)
     return f32x16(f32x16, f32x16, f32x16), codegen
 
 
@@ -133,16 +148,6 @@ def splat16(typingctx, x):
 
 
 @intrinsic
-def store16(typingctx, a, i, v):
-    "(a, i, v): a[i:i+16] = v, a flat float32 array."
-    def codegen(context, builder, sig, args):
-        p = _pointer(context, builder, sig.args[0], args[0], args[1], _vector(_F32))
-        builder.store(args[2], p, align=4)
-        return context.get_dummy_value()
-    return types.void(a, types.intp, f32x16), codegen
-
-
-@intrinsic
 def sum16(typingctx, v):
     "(v) -> the sum of the lanes, by halves: 16 -> 8 -> 4 -> 2 -> 1. The one reduction tree of the book."
     def codegen(context, builder, sig, args):
@@ -158,54 +163,62 @@ def sum16(typingctx, v):
 @intrinsic
 def fma(typingctx, a, b, c):
     "(a, b, c) -> a*b + c for float32 scalars, rounded once."
-    def codegen(context, builder, sig, args):
-        f = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_F32, [_F32] * 3), "llvm.fma.f32")
-        return builder.call(f, args)
-    return types.float32(types.float32, types.float32, types.float32), codegen
+    return types.float32(types.float32, types.float32, types.float32), lambda context, builder, sig, args: _intrinsic(
+        builder, "llvm.fma.f32", _F32, *args)
 
 
 TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-HALF_SCALE = np.ldexp(np.float32(1), np.arange(256, dtype=np.int32) - 128)
-HALF_SCALE[255] = np.nan
+HALF_SCALE = SCALE / 2
 
 
-def _byte_shuffle(context, builder):
-    "The target's 16-entry byte table look-up, or None. Asked of the target, not of the host: LLVM aborts on a wrong guess."
+def _codes(builder, b, high):
+    return builder.lshr(b, _splat(b.type, 4)) if high else builder.and_(b, _splat(b.type, 15))
+
+
+def _by_arithmetic(context, builder, b, high):
+    c = builder.zext(_codes(builder, b, high), _vector(_I32))
+    zero, one, two, seven = (_splat(c.type, n) for n in (0, 1, 2, 7))
+    t = builder.and_(c, seven)
+    exponent = builder.lshr(t, one)
+    shift = builder.select(builder.icmp_signed(">", exponent, zero), builder.sub(exponent, one), exponent)
+    big = builder.shl(builder.or_(builder.and_(t, one), two), shift)
+    m = builder.select(builder.icmp_signed("<", t, two), t, big)
+    return builder.sitofp(builder.select(builder.icmp_signed(">", c, seven), builder.sub(zero, m), m), _vector(_F32))
+
+
+def _by_bytes(context, builder, b, high):
+    name = "llvm.x86.ssse3.pshuf.b.128" if _target(context)[0] == "x86_64" else "llvm.aarch64.neon.tbl1.v16i8"
+    twice = _intrinsic(builder, name, b.type, ir.Constant(b.type, list(TWICE_E2M1)), _codes(builder, b, high))
+    return builder.sitofp(builder.sext(twice, _vector(_I32)), _vector(_F32))
+
+
+def _by_floats(context, builder, b, high):
+    c, table = builder.zext(b, _vector(_I32)), ir.Constant(_vector(_F32), [float(v) for v in TWICE_E2M1])
+    c = builder.lshr(c, _splat(c.type, 4)) if high else c
+    return _intrinsic(builder, "llvm.x86.avx512.permvar.sf.512", table.type, table, c)
+
+
+def _target(context):
+    "What code is made for: (instruction set, list of features)."
     triple, _, features = context.codegen().magic_tuple()
-    v = ir.VectorType(_I8, 16)
-    if triple.startswith("x86_64") and "+ssse3" in features.split(","):
-        name = "llvm.x86.ssse3.pshuf.b.128"
-    elif triple.startswith(("aarch64", "arm64")):
-        name = "llvm.aarch64.neon.tbl1.v16i8"
-    else:
-        return None
-    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(v, [v, v]), name)
+    return triple.split("-")[0].replace("arm64", "aarch64"), features.split(",")
 
 
-def _twice_values(context, builder, codes):
-    "Sixteen 4-bit codes (bytes) -> twice their E2M1 values, float32."
-    wide = _vector(_I32)
-    shuffle = _byte_shuffle(context, builder)
-    if shuffle is not None:
-        table = ir.Constant(codes.type, list(TWICE_E2M1))
-        return builder.sitofp(builder.sext(builder.call(shuffle, [table, codes]), wide), _vector(_F32))
-    c = builder.zext(codes, wide)
-    t = builder.and_(c, _splat(wide, 7))
-    # From code 2 on, 2*value = (2 + mantissa) << (exponent - 1); below, 2*value is the code itself.
-    exponent = builder.lshr(t, _splat(wide, 1))
-    shift = builder.select(builder.icmp_signed(">", exponent, _splat(wide, 0)), builder.sub(exponent, _splat(wide, 1)), exponent)
-    big = builder.shl(builder.or_(builder.and_(t, _splat(wide, 1)), _splat(wide, 2)), shift)
-    m = builder.select(builder.icmp_signed("<", t, _splat(wide, 2)), t, big)
-    negative = builder.icmp_signed(">", c, _splat(wide, 7))
-    return builder.sitofp(builder.select(negative, builder.sub(_splat(wide, 0), m), m), _vector(_F32))
+def _ways(context):
+    "The look-ups this target can do, best first."
+    arch, features = _target(context)
+    if "+avx512f" in features:
+        yield _by_floats
+    if "+ssse3" in features or arch == "aarch64":
+        yield _by_bytes
+    yield _by_arithmetic
 
 
-def _nibbles(high):
+def _nibbles(high, ways=_ways):
+    "Code generator: sixteen bytes -> twice the values of their low or high nibbles."
     def codegen(context, builder, sig, args):
-        v = _vector(_I8)
-        b = builder.load(_pointer(context, builder, sig.args[0], args[0], args[1], v), align=1)
-        codes = builder.lshr(b, _splat(v, 4)) if high else builder.and_(b, _splat(v, 15))
-        return _twice_values(context, builder, codes)
+        b = builder.load(_pointer(context, builder, sig.args[0], args[0], args[1], _vector(_I8)), align=1)
+        return next(iter(ways(context)))(context, builder, b, high)
     return codegen
 
 
@@ -221,73 +234,121 @@ def high16(typingctx, packed, i):
     return f32x16(packed, types.intp), _nibbles(high=True)
 
 
-@njit(**KERNEL)
-def _group(p, i, even, odd, acc, half_scale):
-    "acc + one group: sixteen bytes at p[i] against the even and the odd activations."
-    t = fma16(high16(p, i), odd, mul16(low16(p, i), even))
-    return fma16(t, splat16(half_scale), acc)
+@njit(**INNER)
+def _unpack(p, s, g):
+    "Group g of the matrix: twice its even weights, twice its odd weights, half its scale."
+    return low16(p, 16 * g), high16(p, 16 * g), splat16(HALF_SCALE[s[g]])
 
 
-@njit(**KERNEL)
-def _rows4(p, s, r, groups, even, odd, j):
-    "Four rows from row r against one token whose halves start at even[j], odd[j]."
-    i, g = r * groups * 16, r * groups
-    a = b = c = d = zeros16()
-    for q in range(groups):
-        e, o = load16(even, j + 16 * q), load16(odd, j + 16 * q)
-        a = _group(p, i + 16 * q, e, o, a, HALF_SCALE[s[g + q]])
-        b = _group(p, i + 16 * (groups + q), e, o, b, HALF_SCALE[s[g + groups + q]])
-        c = _group(p, i + 16 * (2 * groups + q), e, o, c, HALF_SCALE[s[g + 2 * groups + q]])
-        d = _group(p, i + 16 * (3 * groups + q), e, o, d, HALF_SCALE[s[g + 3 * groups + q]])
-    return sum16(a), sum16(b), sum16(c), sum16(d)
+@njit(**INNER)
+def _group(weights, even, odd, acc):
+    "acc + one group of one row against 16 even and 16 odd activations."
+    low, high, half_scale = weights
+    return fma16(fma16(high, odd, mul16(low, even)), half_scale, acc)
 
 
-@njit(**KERNEL)
-def _row1(p, s, r, groups, even, odd, j):
+@njit(**INNER)
+def _row1(p, s, r, x, t, groups, out):
     a = zeros16()
     for q in range(groups):
-        a = _group(p, 16 * (r * groups + q), load16(even, j + 16 * q), load16(odd, j + 16 * q), a,
-                   HALF_SCALE[s[r * groups + q]])
-    return sum16(a)
+        j = 32 * (t * groups + q)
+        a = _group(_unpack(p, s, r * groups + q), load16(x, j), load16(x, j + 16), a)
+    out[t, r] = sum16(a)
 
 
-@njit(**KERNEL)
-def _tokens4(p, s, r, groups, even, odd, j):
-    "One row against four tokens: its nibbles are decoded once."
-    half = 16 * groups
-    a = b = c = d = zeros16()
+@njit(**INNER)
+def zeros4():
+    "Accumulators of four rows."
+    return zeros16(), zeros16(), zeros16(), zeros16()
+
+
+@njit(**INNER)
+def put4(out, t, r, acc):
+    "out[t, r:r+4] = the sums of four accumulators."
+    out[t, r], out[t, r + 1], out[t, r + 2], out[t, r + 3] = sum16(acc[0]), sum16(acc[1]), sum16(acc[2]), sum16(acc[3])
+
+
+@njit(**INNER)
+def _unpack4(p, s, g, groups):
+    return _unpack(p, s, g), _unpack(p, s, g + groups), _unpack(p, s, g + 2 * groups), _unpack(p, s, g + 3 * groups)
+
+
+@njit(**INNER)
+def _group4(w, x, j, acc):
+    even, odd = load16(x, j), load16(x, j + 16)
+    return (_group(w[0], even, odd, acc[0]), _group(w[1], even, odd, acc[1]),
+            _group(w[2], even, odd, acc[2]), _group(w[3], even, odd, acc[3]))
+
+
+@njit(**INNER)
+def _rows4(p, s, r, x, t, groups, out):
+    a = zeros4()
     for q in range(groups):
-        i, k = 16 * (r * groups + q), j + 16 * q
-        scale = splat16(HALF_SCALE[s[r * groups + q]])
-        low, high = low16(p, i), high16(p, i)
-        a = fma16(fma16(high, load16(odd, k), mul16(low, load16(even, k))), scale, a)
-        b = fma16(fma16(high, load16(odd, k + half), mul16(low, load16(even, k + half))), scale, b)
-        c = fma16(fma16(high, load16(odd, k + 2 * half), mul16(low, load16(even, k + 2 * half))), scale, c)
-        d = fma16(fma16(high, load16(odd, k + 3 * half), mul16(low, load16(even, k + 3 * half))), scale, d)
-    return sum16(a), sum16(b), sum16(c), sum16(d)
+        a = _group4(_unpack4(p, s, r * groups + q, groups), x, 32 * (t * groups + q), a)
+    put4(out, t, r, a)
+
+
+@njit(**INNER)
+def _rows4_tokens2(p, s, r, x, t, groups, out):
+    a = b = zeros4()
+    for q in range(groups):
+        w, j = _unpack4(p, s, r * groups + q, groups), 32 * (t * groups + q)
+        a = _group4(w, x, j, a)
+        b = _group4(w, x, j + 32 * groups, b)
+    put4(out, t, r, a)
+    put4(out, t + 1, r, b)
+
+
+@njit(**INNER)
+def _rows4_tokens4(p, s, r, x, t, groups, out):
+    a = b = c = d = zeros4()
+    for q in range(groups):
+        w, j = _unpack4(p, s, r * groups + q, groups), 32 * (t * groups + q)
+        a = _group4(w, x, j, a)
+        b = _group4(w, x, j + 32 * groups, b)
+        c = _group4(w, x, j + 64 * groups, c)
+        d = _group4(w, x, j + 96 * groups, d)
+    put4(out, t, r, a)
+    put4(out, t + 1, r, b)
+    put4(out, t + 2, r, c)
+    put4(out, t + 3, r, d)
+
+
+TILE = 16  # rows
 
 
 @njit(parallel=True, **KERNEL)
-def _matmul(packed, scale, even, odd, out):
+def _matmul(packed, scale, halves, out):
     n, groups = scale.shape
-    tokens = even.shape[0]
-    p, s, e, o = packed.reshape(-1), scale.reshape(-1), even.reshape(-1), odd.reshape(-1)
-    for tile in prange((n + 3) // 4):
-        first = 4 * tile
-        rows = min(4, n - first)
+    tokens = out.shape[0]
+    p, s, x = packed.reshape(-1), scale.reshape(-1), halves.reshape(-1)
+    for tile in prange((n + TILE - 1) // TILE):
+        last = min(TILE * tile + TILE, n)
         t = 0
-        while t + 4 <= tokens:
-            for r in range(first, first + rows):
-                out[t, r], out[t + 1, r], out[t + 2, r], out[t + 3, r] = _tokens4(p, s, r, groups, e, o, 16 * groups * t)
-            t += 4
         while t < tokens:
-            if rows == 4:
-                out[t, first], out[t, first + 1], out[t, first + 2], out[t, first + 3] = _rows4(
-                    p, s, first, groups, e, o, 16 * groups * t)
-            else:
-                for r in range(first, first + rows):
-                    out[t, r] = _row1(p, s, r, groups, e, o, 16 * groups * t)
-            t += 1
+            step = 4 if tokens - t >= 4 else 2 if tokens - t >= 2 else 1
+            r = TILE * tile
+            while r + 4 <= last:
+                if step == 4:
+                    _rows4_tokens4(p, s, r, x, t, groups, out)
+                elif step == 2:
+                    _rows4_tokens2(p, s, r, x, t, groups, out)
+                else:
+                    _rows4(p, s, r, x, t, groups, out)
+                r += 4
+            while r < last:
+                for m in range(t, t + step):
+                    _row1(p, s, r, x, m, groups, out)
+                r += 1
+            t += step
+
+
+def aligned(shape):
+    "float32 zeros that begin on a cache line, so that no load of sixteen floats straddles two."
+    size = 4 * int(np.prod(shape))
+    raw = np.zeros(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start:start + size].view(np.float32).reshape(shape)
 
 
 def mxfp4_matmul(packed, scale, x, out):
@@ -299,8 +360,10 @@ def mxfp4_matmul(packed, scale, x, out):
     n, groups = scale.shape
     if packed.shape != (n, groups * 16) or x.shape[1] != groups * GROUP or out.shape != (x.shape[0], n):
         raise ValueError(f"mxfp4_matmul: packed {packed.shape}, scale {scale.shape}, x {x.shape} and out {out.shape} do not fit")
-    _matmul(packed, scale, np.ascontiguousarray(x[:, 0::2]), np.ascontiguousarray(x[:, 1::2]), out)
+    halves = aligned((x.shape[0], groups, 2, 16))
+    halves[...] = x.reshape(-1, groups, 16, 2).swapaxes(-1, -2)
+    _matmul(packed, scale, halves, out)
     return out
 
 
-__all__ = ['E2M1', 'GROUP', 'decode', 'KERNEL', 'F32x16', 'f32x16', 'zeros16', 'load16', 'load16_part', 'fma16', 'mul16', 'splat16', 'store16', 'sum16', 'fma', 'TWICE_E2M1', 'HALF_SCALE', 'low16', 'high16', 'mxfp4_matmul']
+__all__ = ['E2M1', 'SCALE', 'GROUP', 'decode', 'KERNEL', 'INNER', 'F32x16', 'f32x16', 'zeros16', 'load16', 'load16_part', 'store16', 'fma16', 'mul16', 'splat16', 'sum16', 'fma', 'TWICE_E2M1', 'HALF_SCALE', 'low16', 'high16', 'zeros4', 'put4', 'TILE', 'aligned', 'mxfp4_matmul']

@@ -2,7 +2,7 @@
 
 Made from book/03_mla/02_residual.py: edit that, then run `make export`.
 """
-# built on linear ec0b27f72b5b
+# built on linear a03a069750fc
 
 import numpy as np
 from numba import njit, prange

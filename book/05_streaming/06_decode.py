@@ -305,10 +305,7 @@ def _whole(extent):
 # The last two columns of the table, computed with the released numbers and no checkpoint at all.
 
 # %%
-K3 = dataclasses.replace(
-    read_config(ORACLE / "model"), hidden_size=7168, num_hidden_layers=93, vocab_size=163840, kda_num_heads=96, kda_head_dim=128,
-    kv_lora_rank=512, qk_rope_head_dim=64, mla_layers=frozenset({*range(3, 93, 4), 91, 92}),
-    kda_layers=frozenset(range(93)) - {*range(3, 93, 4), 91, 92})
+K3 = read_config(ROOT / "fixtures" / "k3")
 width = K3.kda_num_heads * K3.kda_head_dim
 matrices = 4 * len(K3.kda_layers) * width * K3.kda_head_dim
 print("KDA state", shown_size(matrices), "+", shown_size(state_bytes(K3) - matrices), "of history")
@@ -633,13 +630,12 @@ if not model_dir and str(ids) == ",".join(map(str, EXPECTED["prompt_ids"])):
     print(f"equal to the first {n} ids of the fixture: True")
 
 # %% tags=["nbval-ignore-output"]
-fig, (left, right) = plt.subplots(1, 2, width_ratios=[3, 2])
+fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3))
 left.bar(range(1, len(report["step_seconds"]) + 1), report["step_seconds"])
-left.set(xlabel="generated token", ylabel="seconds", title="The first step reads the whole prompt")
+left.set(xlabel="generated token", ylabel="seconds", title="The first step reads the prompt and loads the kernels")
 parts = report["plan"]["parts"]
-right.barh([k.split(",")[0] for k in parts], [v / 1e6 for v in parts.values()])
-right.set(xlabel="planned memory, MB")
-right.set_title("Where the budget goes", loc="left")
+right.barh([k.split(",")[0] for k in parts], [v / 1e6 for v in parts.values()], color="C1")
+right.set(xlabel="planned memory, MB", title="Where the budget goes")
 right.invert_yaxis()
 plt.show()
 
