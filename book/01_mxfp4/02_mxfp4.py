@@ -1,5 +1,22 @@
 # %% [markdown]
 # # 1.2 MXFP4: four bits a weight
+#
+# Nearly all of Kimi K3 is routed experts, stored in blocks of 32 four-bit codes and one scale byte. At the end of this chapter you can
+# decode a block on paper, multiply by a packed matrix without ever unpacking it in memory, and say which bits the answer has on any CPU.
+#
+# [1.1 Where every weight lies](01_checkpoint.ipynb) · [contents](../README.md) · [1.3 Rows, norms and the floating-point contract](03_linear.ipynb)
+
+# %%
+import statistics
+import time
+from pathlib import Path
+
+import llvmlite.binding as llvm
+import matplotlib.pyplot as plt
+from safetensors.numpy import load_file
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+plt.style.use(ROOT / "book" / "k3.mplstyle")
 
 # %% tags=["export"]
 import numpy as np
@@ -8,9 +25,63 @@ from numba import njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
+# %% tags=["parameters"]
+experts = 16  # held in memory for the timings: what one layer reads for one token, 281 MB
+rounds = 5  # A B A B ... and the median
+seed = 0
+
+# %% [markdown]
+# | symbol | meaning | in K3's `w1` | in code |
+# |---|---|---|---|
+# | $c$ | four-bit code of a weight: sign, two exponent bits, one mantissa bit (E2M1) | 0 to 15 | a nibble of `packed` |
+# | $v_c$ | value of the code | 16 values, largest 6 | `E2M1[c]` |
+# | $e$ | scale byte of 32 consecutive weights (E8M0: exponent only) | 0 to 254 | `scale` |
+# | $w_i = 2^{e-127} v_{c_i}$ | weight | 3072 × 3584 | never stored |
+# | $x$, $y = Wx$ | activations in and out, float32 | 3584, 3072 | `x`, `out` |
+# | packed bytes | byte $j$ holds weight $2j$ in its **low** nibble, $2j+1$ in its high one | 3072 × 1792 | `packed` |
+# | scales | one byte a group of 32 | 3072 × 112 | `scale` |
+#
+# The format is OCP Microscaling v1.0, "MXFP4". In the checkpoint a matrix is two tensors, `weight_packed` and `weight_scale`.
+
+# %% [markdown]
+# ## 1.2.1 By hand: one block
+#
+# A code is a tiny floating-point number. Exponent field 0 means no hidden one (a subnormal), as in IEEE formats; the exponent's bias is 1,
+# and there is neither infinity nor NaN. Sixteen lines make the whole table.
+
+# %%
+def e2m1(code):
+    "Value of a four-bit code, from its fields."
+    sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
+    magnitude = mantissa / 2 if exponent == 0 else 2 ** (exponent - 1) * (1 + mantissa / 2)
+    return (-1) ** sign * magnitude
+
+
+[e2m1(code) for code in range(16)]
+
+# %% tags=["export"]
 E2M1 = np.array([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+SCALE = np.array([*np.ldexp(np.float32(1), np.arange(255) - 127), np.nan], np.float32)
 GROUP = 32  # elements that share one scale byte
 
+# %% [markdown]
+# `SCALE` holds the meaning of every scale byte: $2^{e-127}$, and NaN for 255. Take sixteen bytes and one scale byte, 126, which stands for a half. The first byte is `0x2f`: its low nibble `f` is weight 0,
+# its high nibble `2` is weight 1. A byte reads right to left.
+
+# %%
+assert E2M1.tolist() == [e2m1(code) for code in range(16)]
+block = bytes.fromhex("2f 71 08 53") * 4
+for j, byte in enumerate(block[:4]):
+    low, high = byte & 15, byte >> 4
+    print(f"byte {j} = {byte:02x}   w[{2 * j}] = {e2m1(low):4} / 2 = {e2m1(low) / 2:5}   w[{2 * j + 1}] = {e2m1(high):4} / 2 = {e2m1(high) / 2:5}")
+
+# %% [markdown]
+# ## 1.2.2 A block decodes to a scale times a table entry
+#
+# $$w_i = 2^{e-127}\, v_{c_i}$$
+#
+# The scale has no mantissa, so the multiplication only moves the exponent: it is exact as long as the result fits float32. The standard
+# gives byte 255 to NaN.
 
 # %% tags=["export"]
 def decode(packed, scale):
@@ -19,13 +90,248 @@ def decode(packed, scale):
     OCP Microscaling v1.0: value = E2M1[nibble] * 2^(scale - 127); scale byte 255 is NaN.
     """
     codes = np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
-    power = np.ldexp(np.float32(1), scale.astype(np.int32) - 127)
-    power[scale == 255] = np.nan
-    return E2M1[codes] * np.repeat(power, GROUP, -1)
+    return E2M1[codes] * np.repeat(SCALE[scale], GROUP, -1)
 
+
+# %%
+by_hand = decode(np.frombuffer(block, np.uint8), np.array([126], np.uint8))
+assert by_hand[:8].tolist() == [-3, .5, .25, 3, -0., 0, .75, 1.5]
+by_hand[:8]
+
+# %% [markdown]
+# The fixture `fixtures/ops/mxfp4` was computed by another library in float64. Its table holds every code under every scale byte from 0 to
+# 254. `decode` must give it **exactly**; the only difference allowed is the overflow of float32 itself.
+
+# %%
+fixture = {name: array.copy() for name, array in load_file(ROOT / "fixtures/ops/mxfp4.safetensors").items()}
+with np.errstate(over="ignore"):
+    table, exact = decode(fixture["table_packed"][:255], fixture["table_scale"][:255]), fixture["table_f64"].astype(np.float32)
+assert np.array_equal(table, exact)
+for byte in (0, 1, 2, 253, 254):
+    print(f"scale {byte:3}: codes 1, 2, 7 ->", *(f"{v:.3g}" for v in table[byte, [1, 2, 7]]))
+print("scale 255:", decode(fixture["table_packed"][255:], fixture["table_scale"][255:])[0, :3])
+
+# %% [markdown]
+# The ends of the range are where shortcuts break. $2^{-127}$ (byte 0) is subnormal in float32: 1 has no place in its exponent
+# field for it. Bytes 253 and 254 overflow to infinity for large codes, as they should.
+#
+# The tempting shortcut puts the byte straight into the exponent field. Right for 1 to 254, wrong at both ends: a zero, and an
+# infinity that looks like an overflow where a damaged file should be noticed.
+
+# %%
+def shifted(byte):
+    "The scale byte as the exponent field of a float32: the shortcut."
+    return (np.uint32(byte) << np.uint32(23)).view(np.float32)
+
+
+wrong = [byte for byte in range(256) if not np.array_equal(shifted(byte), SCALE[byte], equal_nan=True)]
+assert wrong == [0, 255]
+for byte in (0, 1, 127, 254, 255):
+    print(f"byte {byte:3}: right {SCALE[byte]:9.4g}   shifted {shifted(byte):9.4g}")
+
+# %% [markdown]
+# ## 1.2.3 The slow, certain product
+#
+# Decode, widen to float64, multiply, sum. Every faster form of this chapter must agree with it to the fixture's tolerance: 1e-5 of the
+# largest output, more than ten times the distance between float32 and float64 arithmetic here.
+
+# %%
+TOLERANCE = 1e-5  # fixtures/ops/README.md, section mxfp4
+
+
+def reference(packed, scale, x):
+    "y = W x in float64: x [k] -> y [n]."
+    return decode(packed, scale).astype(np.float64) @ x.astype(np.float64)
+
+
+def distance(y, expected):
+    "Largest difference, relative to the largest expected magnitude."
+    return np.abs(y - expected).max() / np.abs(expected).max()
+
+
+packed, scale, x, y = (fixture[name] for name in ("matvec_packed", "matvec_scale", "x", "matvec_y"))
+assert np.array_equal(decode(packed, scale), fixture["matvec_weight"])
+assert distance(reference(packed, scale, x), y) < TOLERANCE
+print(f"{packed.shape[0]} rows of {x.size} weights: {packed.nbytes + scale.nbytes:,} bytes; relative difference below 1e-6:", distance(reference(packed, scale, x), y) < 1e-6)
+
+# %% [markdown]
+# ## 1.2.4 Four ways to read the same bytes wrongly
+#
+# Each of these runs without an error and yields numbers of the right size. Each must fail the gate.
+
+# %%
+def from_codes(codes, bias=127, values=E2M1):
+    return values[codes] * np.repeat(np.ldexp(1.0, scale.astype(int) - bias), GROUP, -1)
+
+
+low, high = packed & 15, packed >> 4
+groups = [half.reshape(*scale.shape, 16) for half in (low, high)]
+traps = {
+    "nibbles swapped": from_codes(np.stack([high, low], -1).reshape(len(low), -1)),
+    "low nibbles first, then high": from_codes(np.concatenate(groups, -1).reshape(len(low), -1)),
+    "scale bias 128": from_codes(np.stack([low, high], -1).reshape(len(low), -1), bias=128),
+    "codes read as int4 - 8": from_codes(np.stack([low, high], -1).reshape(len(low), -1), values=np.arange(16.0) - 8),
+}
+for name, weight in traps.items():
+    assert distance(weight @ x.astype(float), y) > 1000 * TOLERANCE, name
+    print(f"{name:30} off by {distance(weight @ x.astype(float), y):.2g} of the largest output")
+
+# %% [markdown]
+# The first is the worst, because nothing else can find it. Two weights of one byte change places; they share a scale; so minimum, maximum,
+# mean, deviation, histogram and the norm of every row stay what they were.
+
+# %%
+right, swapped = decode(packed, scale), traps["nibbles swapped"]
+assert np.array_equal(np.sort(right, 1), np.sort(swapped, 1))
+print("every row holds the same numbers:", np.array_equal(np.sort(right, 1), np.sort(swapped, 1)), "  correlation of the outputs:",
+      f"{np.corrcoef(y, swapped @ x)[0, 1]:.2f}")
+fig, (ax, ay) = plt.subplots(1, 2)
+bins = np.linspace(-0.1, 0.1, 60)
+ax.hist(right.ravel(), bins, label="right")
+ax.hist(swapped.ravel(), bins, histtype="step", lw=1.4, label="nibbles swapped")
+ax.set(xlabel="weight", ylabel="number of weights", yscale="log", ylim=(300, 3e5), title="Swapped nibbles keep the histogram")
+ax.legend(loc="upper left")
+ay.plot(y, reference(packed, scale, x), ".", label="right")
+ay.plot(y, swapped @ x, ".", label="nibbles swapped")
+ay.set(xlabel="output of the fixture", ylabel="computed output", title="and change every output")
+ay.legend(loc="lower right")
+plt.show()
+
+# %% [markdown]
+# ## 1.2.5 What four bits can say
+#
+# Going the other way shows what the format costs. The standard's recipe takes the block's largest magnitude, sets $2^{e-127}$ so that it
+# falls between 4 and 8, and rounds each weight to the nearest value. What lies above 6 is clipped to 6.
+
+# %%
+def quantise(w):
+    "The nearest MXFP4 weights to float32 `w` [..., k]: (packed, scale)."
+    blocks = w.reshape(*w.shape[:-1], -1, GROUP).astype(np.float64)
+    exponent = np.floor(np.log2(np.abs(blocks).max(-1, keepdims=True))) - 2
+    codes = np.abs(blocks[..., None] / 2.0**exponent[..., None] - (E2M1 + 0.0)).argmin(-1).reshape(w.shape).astype(np.uint8)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, (exponent[..., 0] + 127).astype(np.uint8)
+
+
+rng = np.random.default_rng(seed)
+w = rng.standard_normal((64, 3584)).astype(np.float32)
+again = decode(*quantise(w))
+assert np.array_equal(decode(*quantise(again)), again)  # a value of the grid is its own nearest
+print(f"Gaussian weights: rms error {100 * np.sqrt(np.mean((again - w)**2) / np.mean(w**2)):.0f}% of the rms weight")
+
+# %%
+v = np.linspace(0.05, 8, 2000)
+q = E2M1[np.abs(v[:, None] - E2M1[:8]).argmin(1)]
+fig, (ax, ay) = plt.subplots(1, 2)
+ax.plot(v, q)
+ax.plot(E2M1[:8], E2M1[:8], "o", ms=4)
+ax.set(xlabel="weight / scale", ylabel="nearest value", title="Eight magnitudes: steps of ½, 1, 2")
+ay.plot(v, 100 * np.abs(q - v) / v)
+ay.set(xlabel="weight / scale", ylabel="relative error (%)", ylim=(0, 60), title="Worst below ½; above 6 it is clipped")
+plt.show()
+
+# %% [markdown]
+# ## 1.2.6 Bytes, and the most that can be asked
+#
+# A decode step multiplies every weight it reads once. Nothing is used twice, so memory sets the pace: rate = bandwidth / bytes per weight.
+# At 4.25 bits a weight needs 0.53 bytes; unpacked to float32 it would need 4.
+
+# %%
+intermediate, latent = 3072, 3584  # moe_intermediate_size, routed_expert_hidden_size
+weights = 3 * intermediate * latent  # w1, w2, w3
+expert_bytes = weights // 2 + weights // GROUP
+assert expert_bytes == 17_547_264
+print(f"one expert: {weights:,} weights, {expert_bytes:,} bytes, {8 * expert_bytes / weights} bits a weight")
+print(f"all 92 x 896: {92 * 896 * expert_bytes:,} bytes; as float32 {92 * 896 * weights * 4 / 1e12:.1f} TB")
+print(f"one token, 92 x 16: {92 * 16 * weights / 1e9:.1f} G weights, {92 * 16 * expert_bytes / 1e9:.2f} GB")
+
+# %% [markdown]
+# Read bandwidth is measured, not looked up: every core sums its part of an array too large for the caches. This sum may be reordered
+# (`fastmath`), because only its speed is wanted.
+
+# %%
+@njit(parallel=True, fastmath=True)
+def read_sum(a):
+    s = np.float32(0)
+    for i in prange(a.size):
+        s += a[i]
+    return s
+
+
+def median_seconds(cases):
+    "Median time of each function in `cases`, taken in turn: what disturbs one disturbs all."
+    times = {name: [] for name in cases}
+    for _ in range(rounds + 1):  # the first round compiles
+        for name, run in cases.items():
+            start = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(t[1:]) for name, t in times.items()}
+
+
+# %% tags=["nbval-ignore-output"]
+large = np.ones(80_000_000, np.float32)
+bandwidth = large.nbytes / median_seconds({"read": lambda: read_sum(large)})["read"]
+print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s, so at most {bandwidth / (expert_bytes / weights) / 1e9:.0f} G weights/s packed, "
+      f"{bandwidth / 4e9:.1f} G weights/s as float32")
+
+# %% [markdown]
+# ## 1.2.7 Two plain forms, and what is wrong with them
+#
+# NumPy's way builds the float32 matrix: per weight it reads half a byte, writes several temporaries and four bytes, and reads those again.
+# A plain numba loop stays packed, but adds one product after the other.
+
+# %%
+@njit(parallel=True)
+def plain(packed, scale, x, out):
+    "out[0] = W x[0], one weight after the other."
+    for r in prange(packed.shape[0]):
+        total = np.float32(0)
+        for j in range(packed.shape[1]):
+            low, high = E2M1[packed[r, j] & 15], E2M1[packed[r, j] >> 4]
+            total += (low * x[0, 2 * j] + high * x[0, 2 * j + 1]) * SCALE[scale[r, j // 16]]
+        out[0, r] = total
+
+
+check = np.empty((1, 64), np.float32)
+plain(packed, scale, x[None], check)
+assert distance(check[0], y) < TOLERANCE
+
+# %% [markdown]
+# The loop is slow because each addition waits for the one before. A compiler may not reorder a floating-point sum: that changes the
+# rounding. With `fastmath` it may, and then sums 4, 8 or 16 partial totals, as wide as the CPU's registers. The bits would depend on
+# who computes. Here is the same row summed with each width.
+
+# %%
+products = (decode(packed, scale)[0] * x).astype(np.float32)
+
+
+def partial_sums(a, lanes):
+    "Sum of float32 `a` [k] kept in `lanes` running totals, which are added last."
+    total = np.zeros(lanes, np.float32)
+    for part in a.reshape(-1, lanes):
+        total += part
+    while total.size > 1:
+        total = total[:total.size // 2] + total[total.size // 2:]
+    return total[0]
+
+
+sums = {lanes: partial_sums(products, lanes) for lanes in (1, 4, 8, 16)}
+assert len({s.tobytes() for s in sums.values()}) > 1
+for lanes, s in sums.items():
+    print(f"{lanes:2} lanes: {s.view(np.uint32):08x} = {s:.6f}")
+
+# %% [markdown]
+# K3 then rounds differently on every machine, and near a tie it *routes* differently. So we fix the number of lanes, sixteen, whatever the
+# CPU has, and write the sum down once: a contract.
+#
+# ## 1.2.8 Make a vector a value
+#
+# Numba knows integers, floats, arrays. It can be taught a new kind of value: **sixteen float32 lanes**. Its type is `F32x16`; LLVM, the
+# compiler below numba, has had such a value all along: `<16 x float>`.
 
 # %% tags=["export"]
 KERNEL = dict(cache=True, nogil=True, error_model="numpy")  # nogil: readers go on while a kernel runs
+INNER = dict(KERNEL, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # called by kernels only: a quarter less to compile
 
 _F32, _I8, _I16, _I32 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32)
 
@@ -53,6 +359,17 @@ class _F32x16Model(models.PrimitiveModel):
     def __init__(self, dmm, fe_type):
         super().__init__(dmm, fe_type, _vector(_F32))
 
+
+# %% [markdown]
+# Numba's cache on disk looks at one function's text only. In a notebook, where you will edit a function that others inline, that would run
+# old code: here nothing is cached.
+
+# %%
+KERNEL["cache"] = INNER["cache"] = False
+
+# %% [markdown]
+# What can be done with such a value is a handful of *intrinsics*: a Python function that, instead of computing, emits LLVM's instruction.
+# First the way in and out: load sixteen neighbours, or fewer at a row's end. bf16 numbers, the next chapter's, are widened on the way.
 
 # %% tags=["export"]
 def _pointer(context, builder, array_type, array, index, pointee):
@@ -110,12 +427,31 @@ def load16_part(typingctx, a, i, n):
 
 
 @intrinsic
+def store16(typingctx, a, i, v):
+    "(a, i, v): a[i:i+16] = v, a flat float32 array."
+    def codegen(context, builder, sig, args):
+        p = _pointer(context, builder, sig.args[0], args[0], args[1], _vector(_F32))
+        builder.store(args[2], p, align=4)
+        return context.get_dummy_value()
+    return types.void(a, types.intp, f32x16), codegen
+
+
+# %% [markdown]
+# Then arithmetic. `fma16` rounds once, after the addition. `sum16` is the one reduction tree of the book: the upper eight lanes
+# onto the lower eight, then four, two, one.
+
+# %% tags=["export"]
+def _intrinsic(builder, name, result, *args):
+    "Call of an LLVM intrinsic."
+    kind = ir.FunctionType(result, [a.type for a in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+@intrinsic
 def fma16(typingctx, a, b, c):
     "(a, b, c) -> a*b + c in each lane, rounded once."
     def codegen(context, builder, sig, args):
-        v = _vector(_F32)
-        f = cgutils.get_or_insert_function(builder.module, ir.FunctionType(v, [v] * 3), "llvm.fma.v16f32")
-        return builder.call(f, args)
+        return _intrinsic(builder, "llvm.fma.v16f32", _vector(_F32), *args)
     return f32x16(f32x16, f32x16, f32x16), codegen
 
 
@@ -135,16 +471,6 @@ def splat16(typingctx, x):
 
 
 @intrinsic
-def store16(typingctx, a, i, v):
-    "(a, i, v): a[i:i+16] = v, a flat float32 array."
-    def codegen(context, builder, sig, args):
-        p = _pointer(context, builder, sig.args[0], args[0], args[1], _vector(_F32))
-        builder.store(args[2], p, align=4)
-        return context.get_dummy_value()
-    return types.void(a, types.intp, f32x16), codegen
-
-
-@intrinsic
 def sum16(typingctx, v):
     "(v) -> the sum of the lanes, by halves: 16 -> 8 -> 4 -> 2 -> 1. The one reduction tree of the book."
     def codegen(context, builder, sig, args):
@@ -160,55 +486,136 @@ def sum16(typingctx, v):
 @intrinsic
 def fma(typingctx, a, b, c):
     "(a, b, c) -> a*b + c for float32 scalars, rounded once."
-    def codegen(context, builder, sig, args):
-        f = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_F32, [_F32] * 3), "llvm.fma.f32")
-        return builder.call(f, args)
-    return types.float32(types.float32, types.float32, types.float32), codegen
+    return types.float32(types.float32, types.float32, types.float32), lambda context, builder, sig, args: _intrinsic(
+        builder, "llvm.fma.f32", _F32, *args)
 
+
+# %% [markdown]
+# A kernel now reads like its equation. Lane $l$ takes elements $l$, $l+16$, … in order; no compiler may move them, because nothing here
+# permits it.
+
+# %%
+@njit
+def dot16(a, b):
+    acc = zeros16()
+    for i in range(0, a.size, 16):
+        acc = fma16(load16(a, i), load16(b, i), acc)
+    return sum16(acc)
+
+
+ones = np.ones(32, np.float32)
+assert dot16(np.arange(32, dtype=np.float32), ones) == 31 * 32 / 2
+dot16(np.arange(32, dtype=np.float32), ones)
+
+# %% [markdown]
+# The same sixteen lanes go to any machine. LLVM is a cross-compiler, so one CPU can show what others would run for one `fma16`: one
+# instruction of 16 lanes, two of 8, four of 4, or, where there is no fused multiply-add, sixteen calls of the C library's `fmaf`.
+
+# %% tags=["nbval-ignore-output"]
+IR = """define void @f(ptr %a, ptr %b, ptr %c) {
+  %x = load <16 x float>, ptr %a
+  %y = load <16 x float>, ptr %b
+  %z = load <16 x float>, ptr %c
+  %r = call <16 x float> @llvm.fma.v16f32(<16 x float> %x, <16 x float> %y, <16 x float> %z)
+  store <16 x float> %r, ptr %c
+  ret void
+}
+declare <16 x float> @llvm.fma.v16f32(<16 x float>, <16 x float>, <16 x float>)"""
+llvm.initialize_all_targets()
+llvm.initialize_all_asmprinters()
+for label, triple, features in [("AVX-512", "x86_64", "+avx512f"), ("AVX2", "x86_64", "+avx2,+fma"), ("NEON", "aarch64", ""), ("baseline x86-64", "x86_64", "")]:
+    try:
+        machine = llvm.Target.from_triple(triple + "-unknown-linux-gnu").create_target_machine(features=features)
+        lines = [" ".join(line.split()) for line in machine.emit_assembly(llvm.parse_assembly(IR)).splitlines()]
+        found = [line for line in lines if any(name in line for name in ("fmadd", "fmla", "call"))]
+        print(f"{label:16} {len(found):2} x   {found[0]}")
+    except RuntimeError as error:
+        print(f"{label:16} not in this build of LLVM: {error}")
+
+# %% [markdown]
+# ## 1.2.9 Sixteen codes become sixteen floats
+#
+# Doubled, the sixteen values are whole numbers: 0 1 2 3 4 6 8 12 and their negatives. The scale is halved in return, which is safe for
+# every byte only if the halves come from a table: $2^{0-128}$ is subnormal, and byte 255 is still NaN.
 
 # %% tags=["export"]
 TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-HALF_SCALE = np.ldexp(np.float32(1), np.arange(256, dtype=np.int32) - 128)
-HALF_SCALE[255] = np.nan
+HALF_SCALE = SCALE / 2
+
+# %% [markdown]
+# Halving by taking one off the exponent field fails for three bytes. Byte 0 wraps around to minus infinity, so a *hole* in a file (scale 0,
+# codes 0) turns from zeros into NaN; byte 1 becomes 0; and 255, which should raise an alarm, becomes an ordinary number.
+
+# %%
+assert np.array_equal(2 * E2M1, np.array(TWICE_E2M1, np.float32))
+lowered = ((np.arange(256, dtype=np.uint32) - 1) << 23).view(np.float32)
+print("bytes with a wrong half scale:", np.flatnonzero(~((lowered == HALF_SCALE) | np.isnan(HALF_SCALE) & np.isnan(lowered))).tolist())
+with np.errstate(invalid="ignore"):
+    print("a hole: right", np.float32(0) * HALF_SCALE[0], " lowered exponent", np.float32(0) * lowered[0])
+
+# %% [markdown]
+# A look-up per weight would cost sixteen loads. Three ways to do sixteen at once, from the plainest to the fastest; all give small
+# integers or the same floats, so no bit depends on which is used:
+#
+# 1. arithmetic: from code 2 on, the doubled value is $(2+m) \ll (\mathrm{exponent}-1)$; works anywhere;
+# 2. a byte shuffle, found in x86 since 2006 and on every 64-bit Arm: the table is one 16-byte register, the codes are the indices;
+# 3. a float permutation (AVX-512): the table is one register of sixteen floats. It looks at the lowest four bits of an index only, so
+#    the low nibble needs no mask, and nothing is left to convert.
+
+# %% tags=["export"]
+def _codes(builder, b, high):
+    return builder.lshr(b, _splat(b.type, 4)) if high else builder.and_(b, _splat(b.type, 15))
 
 
-def _byte_shuffle(context, builder):
-    "The target's 16-entry byte table look-up, or None. Asked of the target, not of the host: LLVM aborts on a wrong guess."
+def _by_arithmetic(context, builder, b, high):
+    c = builder.zext(_codes(builder, b, high), _vector(_I32))
+    zero, one, two, seven = (_splat(c.type, n) for n in (0, 1, 2, 7))
+    t = builder.and_(c, seven)
+    exponent = builder.lshr(t, one)
+    shift = builder.select(builder.icmp_signed(">", exponent, zero), builder.sub(exponent, one), exponent)
+    big = builder.shl(builder.or_(builder.and_(t, one), two), shift)
+    m = builder.select(builder.icmp_signed("<", t, two), t, big)
+    return builder.sitofp(builder.select(builder.icmp_signed(">", c, seven), builder.sub(zero, m), m), _vector(_F32))
+
+
+def _by_bytes(context, builder, b, high):
+    name = "llvm.x86.ssse3.pshuf.b.128" if _target(context)[0] == "x86_64" else "llvm.aarch64.neon.tbl1.v16i8"
+    twice = _intrinsic(builder, name, b.type, ir.Constant(b.type, list(TWICE_E2M1)), _codes(builder, b, high))
+    return builder.sitofp(builder.sext(twice, _vector(_I32)), _vector(_F32))
+
+
+def _by_floats(context, builder, b, high):
+    c, table = builder.zext(b, _vector(_I32)), ir.Constant(_vector(_F32), [float(v) for v in TWICE_E2M1])
+    c = builder.lshr(c, _splat(c.type, 4)) if high else c
+    return _intrinsic(builder, "llvm.x86.avx512.permvar.sf.512", table.type, table, c)
+
+
+# %% [markdown]
+# An instruction the target lacks makes LLVM abort the whole process, so the choice asks what code is being **made for**. That is not
+# always the machine it is made on: `NUMBA_CPU_NAME=generic` makes code for the oldest x86-64.
+
+# %% tags=["export"]
+def _target(context):
+    "What code is made for: (instruction set, list of features)."
     triple, _, features = context.codegen().magic_tuple()
-    v = ir.VectorType(_I8, 16)
-    if triple.startswith("x86_64") and "+ssse3" in features.split(","):
-        name = "llvm.x86.ssse3.pshuf.b.128"
-    elif triple.startswith(("aarch64", "arm64")):
-        name = "llvm.aarch64.neon.tbl1.v16i8"
-    else:
-        return None
-    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(v, [v, v]), name)
+    return triple.split("-")[0].replace("arm64", "aarch64"), features.split(",")
 
 
-def _twice_values(context, builder, codes):
-    "Sixteen 4-bit codes (bytes) -> twice their E2M1 values, float32."
-    wide = _vector(_I32)
-    shuffle = _byte_shuffle(context, builder)
-    if shuffle is not None:
-        table = ir.Constant(codes.type, list(TWICE_E2M1))
-        return builder.sitofp(builder.sext(builder.call(shuffle, [table, codes]), wide), _vector(_F32))
-    c = builder.zext(codes, wide)
-    t = builder.and_(c, _splat(wide, 7))
-    # From code 2 on, 2*value = (2 + mantissa) << (exponent - 1); below, 2*value is the code itself.
-    exponent = builder.lshr(t, _splat(wide, 1))
-    shift = builder.select(builder.icmp_signed(">", exponent, _splat(wide, 0)), builder.sub(exponent, _splat(wide, 1)), exponent)
-    big = builder.shl(builder.or_(builder.and_(t, _splat(wide, 1)), _splat(wide, 2)), shift)
-    m = builder.select(builder.icmp_signed("<", t, _splat(wide, 2)), t, big)
-    negative = builder.icmp_signed(">", c, _splat(wide, 7))
-    return builder.sitofp(builder.select(negative, builder.sub(_splat(wide, 0), m), m), _vector(_F32))
+def _ways(context):
+    "The look-ups this target can do, best first."
+    arch, features = _target(context)
+    if "+avx512f" in features:
+        yield _by_floats
+    if "+ssse3" in features or arch == "aarch64":
+        yield _by_bytes
+    yield _by_arithmetic
 
 
-def _nibbles(high):
+def _nibbles(high, ways=_ways):
+    "Code generator: sixteen bytes -> twice the values of their low or high nibbles."
     def codegen(context, builder, sig, args):
-        v = _vector(_I8)
-        b = builder.load(_pointer(context, builder, sig.args[0], args[0], args[1], v), align=1)
-        codes = builder.lshr(b, _splat(v, 4)) if high else builder.and_(b, _splat(v, 15))
-        return _twice_values(context, builder, codes)
+        b = builder.load(_pointer(context, builder, sig.args[0], args[0], args[1], _vector(_I8)), align=1)
+        return next(iter(ways(context)))(context, builder, b, high)
     return codegen
 
 
@@ -224,74 +631,160 @@ def high16(typingctx, packed, i):
     return f32x16(packed, types.intp), _nibbles(high=True)
 
 
+# %%
+@njit
+def nibbles(packed):
+    values = np.empty(32, np.float32)
+    store16(values, 0, low16(packed, 0))
+    store16(values, 16, high16(packed, 0))
+    return values
+
+
+every = np.arange(256, dtype=np.uint8)
+for start in range(0, 256, 16):
+    part = every[start:start + 16].copy()
+    assert np.array_equal(nibbles(part), 2 * np.concatenate([E2M1[part & 15], E2M1[part >> 4]]))
+nibbles(every[:16].copy())[:16]
+
+# %% [markdown]
+# ## 1.2.10 The kernel
+#
+# A byte's nibbles are neighbours, $2j$ and $2j+1$. Rather than weave codes together, split the *activations* once: the sixteen low
+# nibbles of a group meet the even $x$, the sixteen high nibbles the odd. A group of one row then is three roundings a lane:
+#
+# $$a_l \leftarrow \mathrm{fma}\bigl(\mathrm{fma}(h_l, x_{2l+1}, \mathrm{mul}(g_l, x_{2l})),\; 2^{e-128},\; a_l\bigr), \qquad g = 2 v_{\text{low}},\; h = 2 v_{\text{high}}$$
+
 # %% tags=["export"]
-@njit(**KERNEL)
-def _group(p, i, even, odd, acc, half_scale):
-    "acc + one group: sixteen bytes at p[i] against the even and the odd activations."
-    t = fma16(high16(p, i), odd, mul16(low16(p, i), even))
-    return fma16(t, splat16(half_scale), acc)
+@njit(**INNER)
+def _unpack(p, s, g):
+    "Group g of the matrix: twice its even weights, twice its odd weights, half its scale."
+    return low16(p, 16 * g), high16(p, 16 * g), splat16(HALF_SCALE[s[g]])
 
 
-@njit(**KERNEL)
-def _rows4(p, s, r, groups, even, odd, j):
-    "Four rows from row r against one token whose halves start at even[j], odd[j]."
-    i, g = r * groups * 16, r * groups
-    a = b = c = d = zeros16()
-    for q in range(groups):
-        e, o = load16(even, j + 16 * q), load16(odd, j + 16 * q)
-        a = _group(p, i + 16 * q, e, o, a, HALF_SCALE[s[g + q]])
-        b = _group(p, i + 16 * (groups + q), e, o, b, HALF_SCALE[s[g + groups + q]])
-        c = _group(p, i + 16 * (2 * groups + q), e, o, c, HALF_SCALE[s[g + 2 * groups + q]])
-        d = _group(p, i + 16 * (3 * groups + q), e, o, d, HALF_SCALE[s[g + 3 * groups + q]])
-    return sum16(a), sum16(b), sum16(c), sum16(d)
+@njit(**INNER)
+def _group(weights, even, odd, acc):
+    "acc + one group of one row against 16 even and 16 odd activations."
+    low, high, half_scale = weights
+    return fma16(fma16(high, odd, mul16(low, even)), half_scale, acc)
 
 
-@njit(**KERNEL)
-def _row1(p, s, r, groups, even, odd, j):
+@njit(**INNER)
+def _row1(p, s, r, x, t, groups, out):
     a = zeros16()
     for q in range(groups):
-        a = _group(p, 16 * (r * groups + q), load16(even, j + 16 * q), load16(odd, j + 16 * q), a,
-                   HALF_SCALE[s[r * groups + q]])
-    return sum16(a)
+        j = 32 * (t * groups + q)
+        a = _group(_unpack(p, s, r * groups + q), load16(x, j), load16(x, j + 16), a)
+    out[t, r] = sum16(a)
 
 
-@njit(**KERNEL)
-def _tokens4(p, s, r, groups, even, odd, j):
-    "One row against four tokens: its nibbles are decoded once."
-    half = 16 * groups
-    a = b = c = d = zeros16()
+# %% [markdown]
+# Four rows at a time share the loads of $x$, and their four sums do not wait for each other. Two or four tokens at a time share the
+# unpacking. No variant changes what happens to one (row, token) pair: same lanes, same order.
+
+# %% tags=["export"]
+@njit(**INNER)
+def zeros4():
+    "Accumulators of four rows."
+    return zeros16(), zeros16(), zeros16(), zeros16()
+
+
+@njit(**INNER)
+def put4(out, t, r, acc):
+    "out[t, r:r+4] = the sums of four accumulators."
+    out[t, r], out[t, r + 1], out[t, r + 2], out[t, r + 3] = sum16(acc[0]), sum16(acc[1]), sum16(acc[2]), sum16(acc[3])
+
+
+@njit(**INNER)
+def _unpack4(p, s, g, groups):
+    return _unpack(p, s, g), _unpack(p, s, g + groups), _unpack(p, s, g + 2 * groups), _unpack(p, s, g + 3 * groups)
+
+
+@njit(**INNER)
+def _group4(w, x, j, acc):
+    even, odd = load16(x, j), load16(x, j + 16)
+    return (_group(w[0], even, odd, acc[0]), _group(w[1], even, odd, acc[1]),
+            _group(w[2], even, odd, acc[2]), _group(w[3], even, odd, acc[3]))
+
+
+@njit(**INNER)
+def _rows4(p, s, r, x, t, groups, out):
+    a = zeros4()
     for q in range(groups):
-        i, k = 16 * (r * groups + q), j + 16 * q
-        scale = splat16(HALF_SCALE[s[r * groups + q]])
-        low, high = low16(p, i), high16(p, i)
-        a = fma16(fma16(high, load16(odd, k), mul16(low, load16(even, k))), scale, a)
-        b = fma16(fma16(high, load16(odd, k + half), mul16(low, load16(even, k + half))), scale, b)
-        c = fma16(fma16(high, load16(odd, k + 2 * half), mul16(low, load16(even, k + 2 * half))), scale, c)
-        d = fma16(fma16(high, load16(odd, k + 3 * half), mul16(low, load16(even, k + 3 * half))), scale, d)
-    return sum16(a), sum16(b), sum16(c), sum16(d)
+        a = _group4(_unpack4(p, s, r * groups + q, groups), x, 32 * (t * groups + q), a)
+    put4(out, t, r, a)
+
+
+@njit(**INNER)
+def _rows4_tokens2(p, s, r, x, t, groups, out):
+    a = b = zeros4()
+    for q in range(groups):
+        w, j = _unpack4(p, s, r * groups + q, groups), 32 * (t * groups + q)
+        a = _group4(w, x, j, a)
+        b = _group4(w, x, j + 32 * groups, b)
+    put4(out, t, r, a)
+    put4(out, t + 1, r, b)
+
+
+@njit(**INNER)
+def _rows4_tokens4(p, s, r, x, t, groups, out):
+    a = b = c = d = zeros4()
+    for q in range(groups):
+        w, j = _unpack4(p, s, r * groups + q, groups), 32 * (t * groups + q)
+        a = _group4(w, x, j, a)
+        b = _group4(w, x, j + 32 * groups, b)
+        c = _group4(w, x, j + 64 * groups, c)
+        d = _group4(w, x, j + 96 * groups, d)
+    put4(out, t, r, a)
+    put4(out, t + 1, r, b)
+    put4(out, t + 2, r, c)
+    put4(out, t + 3, r, d)
+
+
+# %% [markdown]
+# The driver cuts the matrix into tiles of sixteen rows, small enough for the nearest cache, and walks all tokens over a tile before the
+# next one. Tiles are independent, so threads may take them in any way.
+
+# %% tags=["export"]
+TILE = 16  # rows
 
 
 @njit(parallel=True, **KERNEL)
-def _matmul(packed, scale, even, odd, out):
+def _matmul(packed, scale, halves, out):
     n, groups = scale.shape
-    tokens = even.shape[0]
-    p, s, e, o = packed.reshape(-1), scale.reshape(-1), even.reshape(-1), odd.reshape(-1)
-    for tile in prange((n + 3) // 4):
-        first = 4 * tile
-        rows = min(4, n - first)
+    tokens = out.shape[0]
+    p, s, x = packed.reshape(-1), scale.reshape(-1), halves.reshape(-1)
+    for tile in prange((n + TILE - 1) // TILE):
+        last = min(TILE * tile + TILE, n)
         t = 0
-        while t + 4 <= tokens:
-            for r in range(first, first + rows):
-                out[t, r], out[t + 1, r], out[t + 2, r], out[t + 3, r] = _tokens4(p, s, r, groups, e, o, 16 * groups * t)
-            t += 4
         while t < tokens:
-            if rows == 4:
-                out[t, first], out[t, first + 1], out[t, first + 2], out[t, first + 3] = _rows4(
-                    p, s, first, groups, e, o, 16 * groups * t)
-            else:
-                for r in range(first, first + rows):
-                    out[t, r] = _row1(p, s, r, groups, e, o, 16 * groups * t)
-            t += 1
+            step = 4 if tokens - t >= 4 else 2 if tokens - t >= 2 else 1
+            r = TILE * tile
+            while r + 4 <= last:
+                if step == 4:
+                    _rows4_tokens4(p, s, r, x, t, groups, out)
+                elif step == 2:
+                    _rows4_tokens2(p, s, r, x, t, groups, out)
+                else:
+                    _rows4(p, s, r, x, t, groups, out)
+                r += 4
+            while r < last:
+                for m in range(t, t + step):
+                    _row1(p, s, r, x, m, groups, out)
+                r += 1
+            t += step
+
+
+# %% [markdown]
+# One thing that no equation shows: where $x$ begins. Caches hand out lines of 64 bytes, sixteen floats. NumPy's arrays begin anywhere on a
+# multiple of 16, so most loads of sixteen floats would straddle two lines.
+
+# %% tags=["export"]
+def aligned(shape):
+    "float32 zeros that begin on a cache line, so that no load of sixteen floats straddles two."
+    size = 4 * int(np.prod(shape))
+    raw = np.zeros(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start:start + size].view(np.float32).reshape(shape)
 
 
 def mxfp4_matmul(packed, scale, x, out):
@@ -303,5 +796,176 @@ def mxfp4_matmul(packed, scale, x, out):
     n, groups = scale.shape
     if packed.shape != (n, groups * 16) or x.shape[1] != groups * GROUP or out.shape != (x.shape[0], n):
         raise ValueError(f"mxfp4_matmul: packed {packed.shape}, scale {scale.shape}, x {x.shape} and out {out.shape} do not fit")
-    _matmul(packed, scale, np.ascontiguousarray(x[:, 0::2]), np.ascontiguousarray(x[:, 1::2]), out)
+    halves = aligned((x.shape[0], groups, 2, 16))
+    halves[...] = x.reshape(-1, groups, 16, 2).swapaxes(-1, -2)
+    _matmul(packed, scale, halves, out)
     return out
+
+
+# %%
+fast = mxfp4_matmul(packed, scale, x[None], np.empty((1, 64), np.float32))
+assert distance(fast[0], y) < TOLERANCE
+backwards = mxfp4_matmul(packed << 4 | packed >> 4, scale, x[None], np.empty((1, 64), np.float32))
+assert distance(backwards[0], y) > 1000 * TOLERANCE
+print("relative difference below 1e-6:", distance(fast[0], y) < 1e-6, "  nibbles swapped:", f"{distance(backwards[0], y):.2g}")
+
+# %% [markdown]
+# ## 1.2.11 Which bits, exactly
+#
+# "Close to float64" is not the contract. The contract says which float32 comes out, so it can be written a second time, in NumPy, without
+# vectors. NumPy has no fused multiply-add; but a product of two float32 is exact in float64, and if the sum is *rounded to odd* there,
+# the second rounding to float32 is right.
+
+# %%
+def fma_twin(a, b, c):
+    "float32 a*b + c with one rounding. a, b, c: finite float32 arrays."
+    p, c = a.astype(np.float64) * b, c.astype(np.float64)
+    s = p + c
+    z = s - p
+    lost = (p - (s - z)) + (c - z)  # exactly what the addition rounded away
+    bits = s.view(np.int64)
+    away = np.where((lost > 0) == (s > 0), 1, -1)
+    bits += np.where((lost != 0) & (bits % 2 == 0), away, 0)
+    return bits.view(np.float64).astype(np.float32)
+
+
+def matmul_twin(packed, scale, x):
+    "The bits mxfp4_matmul owes for one token x [k]."
+    twice, half = np.array(TWICE_E2M1, np.float32), HALF_SCALE[scale]
+    low, high = (twice[c].reshape(*scale.shape, 16) for c in (packed & 15, packed >> 4))
+    even, odd = x[0::2].reshape(-1, 16), x[1::2].reshape(-1, 16)
+    acc = np.zeros((len(packed), 16), np.float32)
+    for g in range(scale.shape[1]):
+        group = fma_twin(high[:, g], odd[g], low[:, g] * even[g])
+        acc = fma_twin(group, half[:, g:g + 1], acc)
+    for n in (8, 4, 2, 1):
+        acc = acc[:, :n] + acc[:, n:]
+    return acc[:, 0]
+
+
+assert fast[0].tobytes() == matmul_twin(packed, scale, x).tobytes()
+fast[0, :2].view(np.uint32)
+
+# %% [markdown]
+# Those two words, and all others, are the same on every machine. They are also the same for one token or seven, for rows cut
+# anywhere, and for scale bytes that make a single weight overflow: the kernel scales a group's sum, never one weight.
+
+# %%
+xs = rng.standard_normal((7, 3584)).astype(np.float32)
+seven = mxfp4_matmul(packed, scale, xs, np.empty((7, 64), np.float32))
+for t in range(7):
+    alone = mxfp4_matmul(packed, scale, xs[t:t + 1], np.empty((1, 64), np.float32))
+    part = mxfp4_matmul(packed[:13], scale[:13], xs[t:t + 1], np.empty((1, 13), np.float32))
+    assert alone.tobytes() == seven[t].tobytes() and part.tobytes() == seven[t, :13].tobytes()
+ends = {byte: mxfp4_matmul(np.full((1, 16), 0x77, np.uint8), np.full((1, 1), byte, np.uint8), np.full((1, 32), 1 / 128, np.float32),
+                           np.empty((1, 1), np.float32))[0, 0] for byte in (0, 1, 254, 255)}
+assert ends[0] == 1.5 * 2.0**-127 and ends[1] == 1.5 * 2.0**-126 and ends[254] == 1.5 * 2.0**127 and np.isnan(ends[255])
+print({byte: f"{value:.4g}" for byte, value in ends.items()})
+
+# %% [markdown]
+# ## 1.2.12 The ladder
+#
+# Sixteen experts, what one layer reads for a token, lie in memory as 48 matrices of 3072 × 3584. (`w2` is 3584 × 3072: the same bytes.)
+# The rungs between plain loop and kernel: one row at a time, with each look-up this CPU has.
+
+# %%
+def row_kernel(way):
+    "A kernel of one row a pass whose look-up is `way`."
+    @intrinsic
+    def low(typingctx, packed, i):
+        return f32x16(packed, types.intp), _nibbles(False, lambda context: [way])
+
+    @intrinsic
+    def high(typingctx, packed, i):
+        return f32x16(packed, types.intp), _nibbles(True, lambda context: [way])
+
+    @njit(parallel=True)
+    def kernel(packed, scale, halves, out):
+        n, groups = scale.shape
+        p, s, x = packed.reshape(-1), scale.reshape(-1), halves.reshape(-1)
+        for r in prange(n):
+            acc = zeros16()
+            for q in range(groups):
+                g = r * groups + q
+                weights = low(p, 16 * g), high(p, 16 * g), splat16(HALF_SCALE[s[g]])
+                acc = _group(weights, load16(x, 32 * q), load16(x, 32 * q + 16), acc)
+            out[0, r] = sum16(acc)
+    return kernel
+
+
+# %% tags=["nbval-ignore-output"]
+from numba.core.registry import cpu_target
+
+names = {_by_arithmetic: "one row, arithmetic", _by_bytes: "one row, byte shuffle", _by_floats: "one row, float permutation"}
+kernels = {names[way]: row_kernel(way) for way in reversed(list(_ways(cpu_target.target_context)))}
+halves = aligned((1, 112, 2, 16))
+halves[...] = x.reshape(1, 112, 16, 2).swapaxes(-1, -2)
+for name, kernel in kernels.items():
+    one = np.empty((1, 64), np.float32)
+    kernel(packed, scale, halves, one)
+    assert one.tobytes() == fast.tobytes(), name
+print("byte for byte the result of mxfp4_matmul:", ", ".join(kernels))
+
+# %% tags=["nbval-ignore-output"]
+matrices = 3 * experts
+P = rng.integers(0, 256, (matrices, intermediate, latent // 2), np.uint8)
+S = rng.integers(110, 127, (matrices, intermediate, latent // GROUP), np.uint8)
+x1, x4 = (rng.standard_normal((t, latent)).astype(np.float32) for t in (1, 4))
+out1, out4 = (np.empty((t, intermediate), np.float32) for t in (1, 4))
+halves[...] = x1.reshape(1, 112, 16, 2).swapaxes(-1, -2)
+crooked = aligned(4 * latent + 4)[4:].reshape(4, 112, 2, 16)  # 16 bytes past a cache line
+crooked[...] = x4.reshape(4, 112, 16, 2).swapaxes(-1, -2)
+
+
+def over_all(multiply, count=matrices):
+    return lambda: [multiply(P[m], S[m]) for m in range(count)]
+
+
+few = 2  # matrices are enough to time the slow ones
+cases = {
+    "numpy: decode, then @": (over_all(lambda p, s: decode(p, s) @ x1[0], few), few, 1),
+    "numba: plain loop": (over_all(lambda p, s: plain(p, s, x1, out1), few), few, 1),
+    **{name: (over_all(lambda p, s, kernel=kernel: kernel(p, s, halves, out1)), matrices, 1) for name, kernel in kernels.items()},
+    "four rows: mxfp4_matmul": (over_all(lambda p, s: mxfp4_matmul(p, s, x1, out1)), matrices, 1),
+    "four tokens, x not aligned": (over_all(lambda p, s: _matmul(p, s, crooked, out4)), matrices, 4),
+    "four tokens: mxfp4_matmul": (over_all(lambda p, s: mxfp4_matmul(p, s, x4, out4)), matrices, 4),
+}
+seconds = median_seconds({"read": lambda: read_sum(large), **{name: run for name, (run, _, _) in cases.items()}})
+bandwidth = large.nbytes / seconds.pop("read")
+moved = {"numpy: decode, then @": 0.53 + 1 + 2 + 5 + 4 + 12 + 4}  # packed, nibbles, codes, table, scales, product, dot
+rates = {}
+print(f"{'':30} ms an expert  G weights/s    bytes/weight   GB/s   (memory reads {bandwidth / 1e9:.1f} GB/s)")
+for name, (_, count, tokens) in cases.items():
+    rates[name] = count * intermediate * latent * tokens / seconds[name]
+    bytes_each = moved.get(name, 0.53125 / tokens)
+    print(f"{name:30} {3e3 * seconds[name] / count:12.2f} {rates[name] / 1e9:12.2f} {bytes_each:15.2f} {rates[name] * bytes_each / 1e9:6.1f}")
+
+# %% tags=["nbval-ignore-output"]
+fig, ax = plt.subplots()
+ax.barh(list(rates), [r / 1e9 for r in rates.values()])
+ax.axvline(bandwidth / 0.53125 / 1e9, ls="--", c="C1", label="memory, each weight read once")
+ax.set(xlabel="G weights × tokens a second", xscale="log", title="Only the packed product in lanes comes near the speed of memory")
+ax.invert_yaxis()
+ax.legend(loc="upper right", bbox_to_anchor=(0.98, 1))
+plt.show()
+
+# %% [markdown]
+# Two things tried here gave nothing: loading scale bytes without Python's negative-index check, and two rows a pass in place of four. The
+# best step for several tokens is not arithmetic at all but where $x$ begins, as the two last rows of the table show.
+
+# %% [markdown]
+# ## Summary
+#
+# - A weight is $2^{e-127}$ times one of sixteen values; low nibble first; 4.25 bits. Swapped nibbles pass every check but a product.
+# - A vector of sixteen lanes is a value of the language here. That fixes the order of every sum, and the same IR runs everywhere.
+# - A decode step is a stream of bytes: multiply packed, and the memory's speed is the speed of the experts.
+#
+# ## Exercises
+#
+# 1. Write `encode(w)` that returns the packed bytes of weights that *are* on the grid, and show `decode(encode(w))` keeps every bit,
+#    minus zero included. (`quantise` above loses it. Where?)
+# 2. `_by_arithmetic` uses two selects. Build the float directly from code bits, `0x3f000000 + (t << 22)` for $t \ge 2$; which codes need
+#    care, and does it win on your CPU?
+# 3. Give K3 groups of 16 instead of 32 weights a scale. How many bits a weight, how many bytes an expert, and which line of the kernel changes?
+#
+# Next: [1.3](03_linear.ipynb) does the same for bf16 rows, writes exp, tanh and the norm, and states the contract in full.
