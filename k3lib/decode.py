@@ -5,7 +5,7 @@ Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 # built on checkpoint 6ca62c46ee2f
 # built on config 14b2a1a890ac
 # built on experts b5c6609fd158
-# built on model a643d478b305
+# built on model 7ac1b2847575
 # built on tokenizer 2e9895b018e7
 # built on trunk 2259348e100b
 
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numba
 import numpy as np
+from tqdm import tqdm
 
 from k3lib.checkpoint import Checkpoint, CheckpointError
 from k3lib.config import read_config
@@ -418,18 +419,28 @@ def prompt_ids(path, ids, prompt):
     return encoded
 
 
-def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", threads=None, logits=None, show=print, progress=None):
+def progress_bar(total, unit, **how):
+    "A bar on stderr where that is a terminal, else nothing. tqdm: terminal widths and rates are not ours to write."
+    return tqdm(total=total, unit=unit, disable=None, leave=False, **how)
+
+
+def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", threads=None, logits=None, show=print):
     """One whole run: encode, plan, load, decode greedily, report. Returns the Report.
 
     `ids` '1,2,3' or `prompt` str or bytes; `logits`: a list that receives each step's float32 [vocab]. `show` is given
-    the plan, the prompt, each piece of text as it is complete, and the report.
+    the plan, the prompt, the ids and text that came, and the report. Raises what `load` raises.
     """
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 20)
     ids = prompt_ids(path, ids, prompt)
     if not ids:
         raise UsageError("the prompt is empty: at least one token id is needed")
+    pinning = progress_bar(None, "B", desc="pinning", unit_scale=True)
     model = load(path, ram, threads, context=len(ids) + max_new_tokens, prompt_tokens=len(ids),
-                 on_plan=lambda plan: show(plan.text()), progress=progress)
+                 on_plan=lambda plan: show(plan.text()), progress=pinning.update)
+    pinning.close()
+    passes = -(-len(ids) // model.chunk) + max_new_tokens - 1
+    bar = progress_bar(passes * model.config.num_hidden_layers, "layer")
+    model.on_layer = lambda L: bar.update()
     try:
         stream = model.tokenizer.stream() if model.tokenizer else None
         show(f"prompt ids: {','.join(map(str, ids))}")
@@ -437,13 +448,16 @@ def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", threads=Non
         for token in model.generate(ids, max_new_tokens, on_logits=None if logits is None else logits.append):
             if stream is not None and token not in model.stop:
                 pieces.append(stream.feed(token))
+                bar.set_postfix_str("".join(pieces)[-40:])
+        bar.close()
         show(f"generated ids: {','.join(map(str, model.report.ids))}")
         if stream is not None:
             show(f"generated text: {''.join(pieces) + stream.finish()!r}")
         show(model.report.text())
         return model.report
     finally:
+        bar.close()
         model.close()
 
 
-__all__ = ['UNITS', 'parse_size', 'shown_size', 'resident_bytes', 'peak_bytes', 'available_bytes', 'PlanError', 'KERNELS', 'SLOT', 'SLOTS', 'READERS', 'EXPERT_READERS', 'FLOOR_EXPERTS', 'MOST_CHUNK', 'Plan', 'activation_bytes', 'state_bytes', 'position_bytes', 'make_plan', 'Report', 'Decoder', 'check_tensors', 'open_tokenizer', 'part_of', 'load', 'whole_number', 'parse_ids', 'prompt_ids', 'decode']
+__all__ = ['UNITS', 'parse_size', 'shown_size', 'resident_bytes', 'peak_bytes', 'available_bytes', 'PlanError', 'KERNELS', 'SLOT', 'SLOTS', 'READERS', 'EXPERT_READERS', 'FLOOR_EXPERTS', 'MOST_CHUNK', 'Plan', 'activation_bytes', 'state_bytes', 'position_bytes', 'make_plan', 'Report', 'Decoder', 'check_tensors', 'open_tokenizer', 'part_of', 'load', 'whole_number', 'parse_ids', 'prompt_ids', 'progress_bar', 'decode']

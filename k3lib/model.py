@@ -83,6 +83,7 @@ class Model:
     def __init__(self, config, trunk, experts, context, chunk):
         self.config, self.trunk, self.experts = config, trunk, experts
         self.context, self.chunk = context, chunk
+        self.on_layer = lambda L: None  # called after every layer of every pass: a token takes seconds
         self.reset()
 
     def reset(self):
@@ -156,6 +157,7 @@ class Model:
             mix(sources, n + 1, norm, proj, eps, h)
             sources[n] += self._ffn(L, ffn, rms_norm(h, layernorm, eps), watch)
             watch("hidden", L, sources[n])
+            self.on_layer(L)
         norm, proj, layernorm = (take(name) for name in FINAL)
         mix(sources, n + 1, norm, proj, eps, h)
         watch("blocks", None, sources[:n])
