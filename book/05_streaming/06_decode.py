@@ -119,32 +119,40 @@ def available_bytes():
             free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except OSError:
         return None
-    for limit, usage in _cgroup_limits():
-        free = min(free, limit - usage)
-    return free
+    return min([free, *cgroup_free()])
 
 
-def _cgroup_limits():
-    "(limit, usage) of every memory cgroup this process is in, the outer ones too: v2, then v1."
+# Per version: where the memory controller's folders begin, and the files for limit, usage and, in memory.stat, cold page cache.
+CGROUPS = {
+    1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("", "memory.max", "memory.current", "inactive_file"),
+}
+
+
+def cgroup_free(membership="/proc/self/cgroup", root="/sys/fs/cgroup"):
+    """Free bytes of each memory cgroup the process is in, the enclosing ones included, as far as they have a limit.
+
+    Page cache that nobody has used lately counts as free: the kernel drops it before it refuses memory.
+    """
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = Path(membership).read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        root, names = ((Path("/sys/fs/cgroup/memory"), ("memory.limit_in_bytes", "memory.usage_in_bytes")) if controllers
-                       else (Path("/sys/fs/cgroup"), ("memory.max", "memory.current")))
-        folder = root / path.lstrip("/")
+        top, limit_file, usage_file, cold = CGROUPS[1 if controllers else 2]
+        folder = Path(root, top, path.lstrip("/"))
         for group in (folder, *folder.parents):
             try:
-                limit, usage = ((group / name).read_text().strip() for name in names)
+                limit, usage = ((group / name).read_text().strip() for name in (limit_file, usage_file))
+                stat = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
             except OSError:
                 limit = "max"
-            if limit.isdigit():
-                yield int(limit), int(usage)
-            if group == root:
+            if limit != "max":
+                yield int(limit) - int(usage) + int(stat.get(cold, 0))
+            if group == Path(root, top):
                 break
 
 

@@ -1,0 +1,122 @@
+"Plan, memory accounting, sizes: what the last chapter promises before a token is decoded."
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import k3lib
+from k3lib import decode
+from k3lib.checkpoint import Checkpoint
+from k3lib.config import read_config
+from k3lib.model import UsageError
+
+MODEL = Path(__file__).parents[1] / "fixtures" / "oracle13" / "model"
+
+
+@pytest.mark.parametrize("text, value", [("8GB", 8 * 10**9), ("8GiB", 8 * 2**30), ("900MB", 9 * 10**8), ("1.5 GB", 15 * 10**8), (12345, 12345), ("2kb", 2000)])
+def test_sizes(text, value):
+    assert decode.parse_size(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "8 gigs", "1e9", "nan", "8GBs", None])
+def test_what_is_no_size_is_refused_by_name(text):
+    with pytest.raises(UsageError, match="is not a size"):
+        decode.parse_size(text)
+
+
+def group(folder, names, limit, usage, stat):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in zip(names, (limit, usage, stat)):
+        (folder / name).write_text(f"{text}\n")
+
+
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
+V2 = ("memory.max", "memory.current", "memory.stat")
+
+
+def test_cgroup_v2_nested_takes_every_limit(tmp_path):
+    group(tmp_path / "a" / "b", V2, "max", 10, "inactive_file 0")
+    group(tmp_path / "a", V2, 1000, 400, "anon 5\ninactive_file 100")
+    (tmp_path / "self").write_text("0::/a/b\n")
+    assert list(decode.cgroup_free(tmp_path / "self", tmp_path)) == [700]
+
+
+def test_cgroup_v1_nested_in_a_hybrid_system(tmp_path):
+    group(tmp_path / "memory" / "x" / "y", V1, 900, 100, "inactive_file 1\ntotal_inactive_file 30")
+    group(tmp_path / "memory" / "x", V1, 500, 450, "total_inactive_file 0")
+    (tmp_path / "self").write_text("5:cpu:/x/y\n4:memory:/x/y\n0::/\n")
+    assert list(decode.cgroup_free(tmp_path / "self", tmp_path)) == [830, 50]
+
+
+def test_a_cgroup_that_is_too_small_refuses_the_plan(monkeypatch):
+    monkeypatch.setattr(decode, "cgroup_free", lambda: [1_000_000])
+    with pytest.raises(decode.PlanError, match="only 1.0 MB of memory are free"):
+        decode.make_plan(read_config(MODEL), Checkpoint(MODEL), 10**9, 32)
+
+
+def test_the_number_a_refusal_names_would_do():
+    config, checkpoint = read_config(MODEL), Checkpoint(MODEL)
+    with pytest.raises(decode.PlanError, match="at least") as refused:
+        decode.make_plan(config, checkpoint, 1000, 32)
+    named = int(str(refused.value).rsplit("at least ", 1)[1].split(" MB")[0]) * 10**6
+    assert decode.make_plan(config, checkpoint, named + 4_000_000, 32).total <= named + 4_000_000  # the process grows a little meanwhile
+    with pytest.raises(decode.PlanError):
+        decode.make_plan(config, checkpoint, refused.value.least - 4_000_000, 32)
+
+
+def test_a_plan_never_exceeds_its_budget_and_more_pins_more():
+    config, checkpoint = read_config(MODEL), Checkpoint(MODEL)
+    try:
+        decode.make_plan(config, checkpoint, 1, 32)
+    except decode.PlanError as error:
+        least = error.least + 2_000_000
+    shares = []
+    for extra in range(0, 12_000_000, 1_000_000):
+        plan = decode.make_plan(config, checkpoint, least + extra, 32)
+        assert plan.total <= least + extra
+        shares.append(plan.pinned_bytes)
+    assert shares == sorted(shares) and shares[0] < shares[-1] == plan.trunk_bytes
+
+
+def test_a_longer_context_costs_the_latent_cache_alone():
+    config, checkpoint = read_config(MODEL), Checkpoint(MODEL)
+    one, two = (decode.make_plan(config, checkpoint, 10**9, n).parts for n in (1000, 2000))
+    assert two["latent cache, 2000 positions"] - one["latent cache, 1000 positions"] == 1000 * decode.position_bytes(config)
+
+
+def test_released_sizes():
+    config = read_config(MODEL.parents[1] / "k3")
+    assert decode.state_bytes(config) == 69 * 4 * (96 * 128 * 128 + 3 * 96 * 128 * 3)
+    assert decode.position_bytes(config) == 24 * 576 * 4
+
+
+def test_a_context_that_is_full_refuses_before_it_reads():
+    model = k3lib.load(MODEL, context=4)
+    model.prefill([1, 2, 3])
+    before = dict(model.report.bytes_read)
+    with pytest.raises(UsageError, match="context of 4"):
+        model.prefill([4, 5])
+    assert model.report.bytes_read == before and model.position == 3
+    model.close()
+
+
+def test_ties_go_to_the_lower_id_and_an_end_id_ends(monkeypatch):
+    model = k3lib.load(MODEL)
+    logits = np.zeros(512, np.float32)
+    logits[[7, 9]] = 1
+    monkeypatch.setattr(model, "prefill", lambda ids: logits)
+    assert list(model.generate([1], 3)) == [7, 7, 7]
+    model.stop = frozenset([7])
+    assert list(model.generate([1], 3)) == [7]
+    model.close()
+
+
+def test_report_is_plain_data():
+    import json
+    model = k3lib.load(MODEL)
+    list(model.generate([1, 2], 2))
+    tree = json.loads(json.dumps(model.report.as_dict()))
+    model.close()
+    assert set(tree) == {f.name for f in dataclasses.fields(k3lib.Report)} | {"compute_seconds"}
+    assert 12 * 4 < tree["expert_requests"] <= 3 * 12 * 4 and tree["expert_hits"] < tree["expert_requests"]
