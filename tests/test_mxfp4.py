@@ -1,0 +1,304 @@
+"""MXFP4: the format by hand and from its fixture, the product against float64 and, bit for bit, against a twin in NumPy.
+
+The last part is the floating-point contract: processes that compile for other CPUs, with one thread and two, must give
+digests that were written down once.
+"""
+import hashlib
+import inspect
+import os
+import platform
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba.core.registry import cpu_target
+from safetensors.numpy import load_file
+
+from k3lib.mxfp4 import E2M1, GROUP, HALF_SCALE, SCALE, TWICE_E2M1, aligned, decode, mxfp4_matmul
+
+ROOT = Path(__file__).parents[1]
+TOLERANCE = 1e-5  # relative to the largest output: fixtures/ops/README.md, ten times float32 against float64
+
+
+@pytest.fixture(scope="module")
+def fixture():
+    return {name: array.copy() for name, array in load_file(ROOT / "fixtures/ops/mxfp4.safetensors").items()}
+
+
+def matmul(packed, scale, x):
+    return mxfp4_matmul(packed, scale, x, np.full((len(x), len(packed)), np.nan, np.float32))
+
+
+def distance(name, got, expected):
+    "Largest difference relative to the largest expected magnitude, printed with its place."
+    off = np.abs(got - expected)
+    worst = np.unravel_index(np.argmax(np.where(np.isnan(off), np.inf, off)), off.shape)
+    relative = off[worst] / np.abs(expected).max()
+    print(f"{name}: largest difference {off[worst]:.3g} ({relative:.3g} relative) at {worst}: {got[worst]} for {expected[worst]}")
+    return relative
+
+
+def random_matrix(n, groups, seed=0, low=100, high=140):
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (n, 16 * groups), np.uint8), rng.integers(low, high, (n, groups), np.uint8)
+
+
+def random_x(tokens, groups, seed=1):
+    return (np.random.default_rng(seed).integers(-2**20, 2**20, (tokens, 32 * groups)) / 2**18).astype(np.float32)
+
+
+# The format
+
+
+def test_a_code_is_a_small_float():
+    for code in range(16):
+        sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
+        value = mantissa / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + mantissa / 2)
+        assert E2M1[code] == (-1) ** sign * value
+        assert np.signbit(E2M1[code]) == bool(sign)
+        assert TWICE_E2M1[code] == 2 * E2M1[code]
+
+
+def test_a_block_by_hand():
+    w = decode(np.frombuffer(bytes.fromhex("2f 71 08 53") * 4, np.uint8), np.array([126], np.uint8))
+    assert w.dtype == np.float32 and w.shape == (32,)
+    assert w[:8].tolist() == [-3, .5, .25, 3, 0, 0, .75, 1.5]
+    assert np.signbit(w[4]) and not np.signbit(w[5])
+
+
+def test_every_code_under_every_scale_is_exact(fixture):
+    with np.errstate(over="ignore"):
+        expected = fixture["table_f64"].astype(np.float32)
+        got = decode(fixture["table_packed"][:255], fixture["table_scale"][:255])
+    assert got.tobytes() == expected.tobytes()
+    assert np.isnan(decode(fixture["table_packed"][255:], fixture["table_scale"][255:])).all()
+
+
+def test_scales():
+    assert SCALE[[0, 1, 127, 254]].tolist() == [2.0**-127, 2.0**-126, 1, 2.0**127]
+    assert np.isnan(SCALE[255]) and np.isnan(HALF_SCALE[255])
+    assert np.array_equal(2 * HALF_SCALE[:255], SCALE[:255])
+
+
+def test_decode_keeps_leading_dimensions(fixture):
+    packed, scale = fixture["matvec_packed"], fixture["matvec_scale"]
+    assert decode(packed, scale).tobytes() == fixture["matvec_weight"].tobytes()
+    assert np.array_equal(decode(packed.reshape(8, 8, -1), scale.reshape(8, 8, -1)).reshape(64, -1), fixture["matvec_weight"])
+
+
+# The product
+
+
+def test_product_of_the_fixture(fixture):
+    got = matmul(fixture["matvec_packed"], fixture["matvec_scale"], fixture["x"][None])
+    assert distance("matvec_y", got[0], fixture["matvec_y"]) < TOLERANCE
+
+
+TRAPS = {
+    "nibbles swapped": lambda packed, scale: (packed >> 4 | packed << 4, scale),
+    "low nibbles first, then high": lambda packed, scale: (low_first(packed), scale),
+    "scale bias 128": lambda packed, scale: (packed, scale - np.uint8(1)),
+}
+
+
+def low_first(packed):
+    "Bytes whose low-high order gives the codes in the order: all low nibbles of a group, then all high ones."
+    codes = np.concatenate([half.reshape(*packed.shape[:-1], -1, 16) for half in (packed & 15, packed >> 4)], -1).reshape(*packed.shape[:-1], -1)
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_a_wrong_reading_fails_the_gate(fixture, trap):
+    packed, scale = TRAPS[trap](fixture["matvec_packed"], fixture["matvec_scale"])
+    assert distance(trap, matmul(packed, scale, fixture["x"][None])[0], fixture["matvec_y"]) > 1000 * TOLERANCE
+
+
+def test_int4_codes_fail_the_gate(fixture):
+    packed = fixture["matvec_packed"]
+    codes = np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
+    weight = (codes.astype(float) - 8) * np.repeat(SCALE[fixture["matvec_scale"]], GROUP, -1)
+    assert distance("int4 - 8", weight @ fixture["x"], fixture["matvec_y"]) > 1000 * TOLERANCE
+
+
+def test_every_byte_of_a_row_meets_its_own_activations():
+    "All 256 bytes in one row, one activation at a time: the output is that weight, exactly."
+    packed, scale = np.arange(256, dtype=np.uint8)[None], np.full((1, 16), 127, np.uint8)
+    assert np.array_equal(matmul(packed, scale, np.eye(512, dtype=np.float32))[:, 0], decode(packed, scale)[0])
+
+
+def test_scale_bytes_at_the_ends():
+    packed, x = np.full((5, 16), 0x77, np.uint8), np.full((1, 32), 1 / 128, np.float32)
+    scale = np.array([[0], [1], [254], [255], [127]], np.uint8)
+    got = matmul(packed, scale, x)[0]
+    assert got[[0, 1, 2, 4]].tolist() == [1.5 * 2.0**-127, 1.5 * 2.0**-126, 1.5 * 2.0**127, 1.5]
+    assert np.isnan(got[3])
+
+
+def test_a_hole_is_zero():
+    "Unwritten parts of a sparse file read as zeros: scale byte 0, codes 0."
+    got = matmul(np.zeros((6, 32), np.uint8), np.zeros((6, 2), np.uint8), np.full((3, 64), 3e38, np.float32))
+    assert got.tobytes() == np.zeros((3, 6), np.float32).tobytes()
+
+
+def test_shapes_that_do_not_fit():
+    packed, scale = random_matrix(4, 3)
+    x, out = random_x(2, 3), np.empty((2, 4), np.float32)
+    for bad in ((packed[:, 1:], scale, x, out), (packed, scale[:3], x, out), (packed, scale, x[:, :64], out), (packed, scale, x, out[:1])):
+        with pytest.raises(ValueError, match="mxfp4_matmul: packed .* do not fit"):
+            mxfp4_matmul(*bad)
+
+
+def test_returns_the_array_it_filled():
+    packed, scale = random_matrix(7, 1)
+    out = np.full((3, 7), np.nan, np.float32)
+    assert mxfp4_matmul(packed, scale, random_x(3, 1), out) is out and np.isfinite(out).all()
+
+
+def test_aligned():
+    for shape in ((1,), (3, 5), (2, 7, 2, 16)):
+        a = aligned(shape)
+        assert a.shape == shape and a.dtype == np.float32 and a.ctypes.data % 64 == 0 and not a.any() and a.flags.c_contiguous
+
+
+# Which bits
+
+
+def fma_twin(a, b, c):
+    "float32 a*b + c rounded once: the product is exact in float64, and the sum is rounded to odd before it is rounded to float32."
+    p, c = a.astype(np.float64) * b, c.astype(np.float64)
+    s = p + c
+    z = s - p
+    lost = (p - (s - z)) + (c - z)
+    away = np.where((lost > 0) == (s > 0), 1, -1)
+    bits = s.view(np.int64)
+    bits += np.where((lost != 0) & (bits % 2 == 0), away, 0)
+    return bits.view(np.float64).astype(np.float32)
+
+
+def twin(packed, scale, x, lanes=16, fma=fma_twin):
+    "The bits owed for one token: lane l takes elements 2l and 2l+1 of each group, lanes are added by halves."
+    twice = np.array(TWICE_E2M1, np.float32)
+    low, high = (twice[codes].reshape(*scale.shape, 16) for codes in (packed & 15, packed >> 4))
+    even, odd = x[0::2].reshape(-1, 16), x[1::2].reshape(-1, 16)
+    acc = np.zeros((len(packed), lanes), np.float32)
+    for g in range(scale.shape[1]):
+        for start in range(0, 16, lanes):
+            part = slice(start, start + lanes)
+            t = fma(high[:, g, part], odd[g, part], low[:, g, part] * even[g, part])
+            acc = fma(t, HALF_SCALE[scale[:, g:g + 1]], acc)
+    while acc.shape[1] > 1:
+        half = acc.shape[1] // 2
+        acc = acc[:, :half] + acc[:, half:]
+    return acc[:, 0]
+
+
+@pytest.mark.parametrize("n, groups", [(1, 1), (3, 2), (4, 7), (17, 3), (64, 112)])
+def test_the_bits_are_those_of_the_twin(n, groups):
+    packed, scale = random_matrix(n, groups)
+    x = random_x(7, groups)
+    expected = np.stack([twin(packed, scale, row) for row in x])
+    assert matmul(packed, scale, x).tobytes() == expected.tobytes()
+
+
+def test_the_twin_also_under_the_smallest_scales():
+    packed, scale = random_matrix(5, 3, low=0, high=4)
+    x = random_x(1, 3)
+    assert matmul(packed, scale, x)[0].tobytes() == twin(packed, scale, x[0]).tobytes()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 9), st.integers(0, 2**32), st.data())
+def test_no_cut_of_rows_or_tokens_moves_a_bit(n, groups, tokens, seed, data):
+    packed, scale = random_matrix(n, groups, seed)
+    x = random_x(tokens, groups, seed + 1)
+    whole = matmul(packed, scale, x)
+    row, token = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, tokens - 1))
+    part = matmul(packed[row:], scale[row:], x[token:])
+    assert part.tobytes() == whole[token:, row:].tobytes()
+
+
+def test_strided_activations():
+    packed, scale = random_matrix(9, 2)
+    x = random_x(6, 2)
+    assert matmul(packed, scale, x[::2]).tobytes() == matmul(packed, scale, x[::2].copy()).tobytes()
+
+
+# The contract between machines
+
+
+
+def case(n, groups, tokens):
+    "A matrix and tokens from whole numbers alone, so that every machine starts from the same bytes; x has all 24 bits."
+    i = np.arange(n * groups * 16, dtype=np.uint64) * np.uint64(2654435761) >> np.uint64(7)
+    x = np.arange(tokens * groups * 32, dtype=np.int64) * 2654435761 % 33554393 - 16777196
+    return ((i % 256).astype(np.uint8).reshape(n, -1), (90 + i[::16] % 64).astype(np.uint8).reshape(n, groups),
+            (x / 2**21).astype(np.float32).reshape(tokens, -1))
+
+
+RUN = f"""
+import hashlib
+import numpy as np
+from k3lib.mxfp4 import mxfp4_matmul
+{inspect.getsource(case)}
+for shape in ((1, 1, 1), (6, 3, 3), (19, 11, 4), (67, 5, 7), (130, 12, 9)):
+    packed, scale, x = case(*shape)
+    y = mxfp4_matmul(packed, scale, x, np.empty((len(x), len(packed)), np.float32))
+    print(*shape, hashlib.sha256(y.tobytes()).hexdigest()[:16])
+"""
+WRITTEN_DOWN = """
+1 1 1 2afffb98e46b035a
+6 3 3 707663ea4cc8eab6
+19 11 4 de1635cb199be09b
+67 5 7 ecc5c2096a8385b8
+130 12 9 fbf9e703cbbebf3c
+"""
+
+
+def targets():
+    "CPUs this machine can compile for, and the environment that asks for each."
+    yield "this CPU", {}
+    yield "generic", {"NUMBA_CPU_NAME": "generic"}
+    features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+    if platform.machine() in ("x86_64", "AMD64") and {"+avx2", "+fma"} <= set(features):
+        yield "AVX2", {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+ssse3,+sse4.1,+sse4.2,+bmi,+bmi2,+popcnt"}
+
+
+THREADS = ("1", "2")
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    "What RUN prints for every (CPU, threads), each in a process of its own; a CPU's second run takes its kernels from the cache."
+    cache = str(tmp_path_factory.mktemp("numba"))
+
+    def runs(extra):
+        for threads in THREADS:
+            env = {**os.environ, "NUMBA_CACHE_DIR": cache, "PYTHONPATH": str(ROOT), "NUMBA_NUM_THREADS": threads, **extra}
+            yield subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, env=env)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda target: list(runs(target[1])), targets()))
+    return {(cpu, t): run for (cpu, _), both in zip(targets(), found) for t, run in zip(THREADS, both)}
+
+
+@pytest.mark.parametrize("threads", THREADS)
+@pytest.mark.parametrize("cpu", [name for name, _ in targets()])
+def test_same_bytes(printed, cpu, threads):
+    run = printed[cpu, threads]
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == WRITTEN_DOWN.strip()
+
+
+def test_what_was_written_down_is_the_contract():
+    "The twin gives the digest; eight lanes, or a product rounded before it is added, as other CPUs and compilers would, do not."
+    packed, scale, x = case(67, 5, 7)
+    digest = lambda **other: hashlib.sha256(np.stack([twin(packed, scale, row, **other) for row in x]).tobytes()).hexdigest()[:16]
+    written = dict(line.rsplit(" ", 1) for line in WRITTEN_DOWN.strip().splitlines())["67 5 7"]
+    assert digest() == written
+    assert digest(lanes=8) != written
+    assert digest(fma=lambda a, b, c: a * b + c) != written
