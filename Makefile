@@ -5,7 +5,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: decode test check export book clean
+.PHONY: decode test check export book scale clean
 
 decode: .venv/ready
 	mkdir -p out
@@ -31,6 +31,9 @@ book: .venv/ready
 	$(PY) -m pip install --quiet --upgrade pip
 	$(PY) -m pip install --quiet -e '.[book]'
 	touch $@
+
+scale: .venv/ready
+	$(PY) tests/scale.py
 
 clean:
 	rm -rf .venv out k3lib/__pycache__ *.egg-info

@@ -49,21 +49,28 @@ def _decode(args):
 
 
 def _plan(args):
-    from k3lib.decode import make_plan, parse_size, whole_number
     from k3lib.checkpoint import Checkpoint
     from k3lib.config import read_config
+    from k3lib.decode import is_synthetic, make_plan, parse_size, whole_number
     ram, context = parse_size(args.ram), whole_number("context", args.context, 1, 1 << 30)
-    print(make_plan(read_config(args.model), Checkpoint(args.model), ram, context).text())
+    print(make_plan(read_config(args.model), Checkpoint(args.model), ram, context).text() + "\n  synthetic weights" * is_synthetic(args.model))
 
 
 def _census(args):
     from k3lib.checkpoint import Checkpoint
     from k3lib.config import read_config
+    from k3lib.decode import is_synthetic
     config = read_config(args.model)
     census = Checkpoint(args.model).census(experts_per_token=config.num_experts_per_token)
-    print(census.table())
+    print(census.table() + "\nsynthetic weights" * is_synthetic(args.model))
     if args.json:
         _json(args.json, census.as_dict())
+
+
+def _synth(args):
+    from k3lib.synth import synth
+    print(synth(args.folder, args.preset, args.seed, args.layers, args.experts, args.vocab,
+                progress=lambda text: print(text, file=sys.stderr, flush=True)))
 
 
 def _parser():
@@ -94,6 +101,14 @@ def _parser():
     census.add_argument("model")
     census.add_argument("--json", metavar="FILE")
     census.set_defaults(run=_census)
+
+    synth = commands.add_parser("synth", help="write a checkpoint of the released layout with made-up weights")
+    synth.add_argument("folder", metavar="DIR")
+    synth.add_argument("--preset", choices=["full", "slice", "oracle"], default="full")
+    synth.add_argument("--seed", type=int, default=0)
+    for name, what in (("layers", "layers"), ("experts", "experts a layer"), ("vocab", "ids in the vocabulary")):
+        synth.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} (default: the preset's)")
+    synth.set_defaults(run=_synth)
     return parser
 
 

@@ -2,15 +2,15 @@
 
 Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
-# built on checkpoint 9a112288f341
+# built on checkpoint b1d093d706e9
 # built on config 14b2a1a890ac
-# built on experts 9f4cdfcc6cba
-# built on model 7ac1b2847575
+# built on experts 0b6927671e23
+# built on model 37c1512128aa
 # built on tokenizer 2e9895b018e7
-# built on trunk 807d36fa7444
+# built on trunk bbd8f9d8560e
 
 import dataclasses
-import os
+import json
 import re
 import time
 from pathlib import Path
@@ -247,6 +247,7 @@ def _whole(extent):
 class Report:
     "What a run did and what it cost. Bytes are bytes, times are seconds."
     model: str
+    synthetic: bool
     threads: int
     plan: Plan
     ids: list = dataclasses.field(default_factory=list)
@@ -275,7 +276,7 @@ class Report:
         for name, way in self.files.items():
             how.setdefault(way, []).append(name)
         rows = [
-            ("model", self.model),
+            ("model", self.model + " (synthetic weights)" * self.synthetic),
             ("tokens", f"{len(self.ids)} new, {self.threads} threads"),
             ("seconds a step", ", ".join(f"{s:.3g}" for s in self.step_seconds[:6]) + (", ..." if len(self.step_seconds) > 6 else "")),
             ("wall", f"{self.wall_seconds:.2f} s: {self.compute_seconds:.2f} s computing, {self.io_wait_seconds:.2f} s waiting for bytes"),
@@ -292,7 +293,7 @@ class Decoder(Model):
 
     def __init__(self, config, trunk, experts, plan, threads, path, stop, tokenizer):
         self.plan, self.threads, self.stop, self.tokenizer = plan, threads, stop, tokenizer
-        self._report = Report(str(path), threads, plan)
+        self._report = Report(str(path), is_synthetic(path), threads, plan)
         super().__init__(config, trunk, experts, plan.context, plan.chunk)
 
     def forward(self, ids, last_only=False, watch=None):
@@ -351,6 +352,11 @@ def check_tensors(config, checkpoint):
             raise CheckpointError(f"{found.file}: {name} is {found.dtype} {list(found.shape)}, the config implies {dtype} {list(shape)}")
     if missing:
         raise CheckpointError(f"{checkpoint.path}: {len(missing)} tensors are missing: {', '.join(missing[:4])}{', ...' * (len(missing) > 4)}")
+
+
+def is_synthetic(path):
+    "True where config.json says that `k3 synth` made these weights up."
+    return "synthetic" in json.loads((Path(path) / "config.json").read_text())
 
 
 def open_tokenizer(path, config):
@@ -468,4 +474,4 @@ def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", threads=Non
         model.close()
 
 
-__all__ = ['UNITS', 'parse_size', 'shown_size', 'resident_bytes', 'peak_bytes', 'available_bytes', 'CGROUPS', 'cgroup_free', 'PlanError', 'KERNELS', 'SLOT', 'SLOTS', 'READERS', 'EXPERT_READERS', 'FLOOR_EXPERTS', 'MOST_CHUNK', 'Plan', 'activation_bytes', 'state_bytes', 'position_bytes', 'make_plan', 'Report', 'Decoder', 'check_tensors', 'open_tokenizer', 'part_of', 'load', 'whole_number', 'parse_ids', 'prompt_ids', 'progress_bar', 'decode']
+__all__ = ['UNITS', 'parse_size', 'shown_size', 'resident_bytes', 'peak_bytes', 'available_bytes', 'CGROUPS', 'cgroup_free', 'PlanError', 'KERNELS', 'SLOT', 'SLOTS', 'READERS', 'EXPERT_READERS', 'FLOOR_EXPERTS', 'MOST_CHUNK', 'Plan', 'activation_bytes', 'state_bytes', 'position_bytes', 'make_plan', 'Report', 'Decoder', 'check_tensors', 'is_synthetic', 'open_tokenizer', 'part_of', 'load', 'whole_number', 'parse_ids', 'prompt_ids', 'progress_bar', 'decode']

@@ -21,6 +21,7 @@ threads = 0  # arithmetic threads; 0: all cores
 
 # %%
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -35,7 +36,7 @@ EXPECTED = json.loads((ORACLE / "expected.json").read_text())
 
 # %% tags=["export"]
 import dataclasses
-import os
+import json
 import re
 import time
 from pathlib import Path
@@ -354,6 +355,7 @@ for extra in (0, 2_000_000, 50_000_000):
 class Report:
     "What a run did and what it cost. Bytes are bytes, times are seconds."
     model: str
+    synthetic: bool
     threads: int
     plan: Plan
     ids: list = dataclasses.field(default_factory=list)
@@ -382,7 +384,7 @@ class Report:
         for name, way in self.files.items():
             how.setdefault(way, []).append(name)
         rows = [
-            ("model", self.model),
+            ("model", self.model + " (synthetic weights)" * self.synthetic),
             ("tokens", f"{len(self.ids)} new, {self.threads} threads"),
             ("seconds a step", ", ".join(f"{s:.3g}" for s in self.step_seconds[:6]) + (", ..." if len(self.step_seconds) > 6 else "")),
             ("wall", f"{self.wall_seconds:.2f} s: {self.compute_seconds:.2f} s computing, {self.io_wait_seconds:.2f} s waiting for bytes"),
@@ -406,7 +408,7 @@ class Decoder(Model):
 
     def __init__(self, config, trunk, experts, plan, threads, path, stop, tokenizer):
         self.plan, self.threads, self.stop, self.tokenizer = plan, threads, stop, tokenizer
-        self._report = Report(str(path), threads, plan)
+        self._report = Report(str(path), is_synthetic(path), threads, plan)
         super().__init__(config, trunk, experts, plan.context, plan.chunk)
 
     def forward(self, ids, last_only=False, watch=None):
@@ -472,6 +474,11 @@ def check_tensors(config, checkpoint):
             raise CheckpointError(f"{found.file}: {name} is {found.dtype} {list(found.shape)}, the config implies {dtype} {list(shape)}")
     if missing:
         raise CheckpointError(f"{checkpoint.path}: {len(missing)} tensors are missing: {', '.join(missing[:4])}{', ...' * (len(missing) > 4)}")
+
+
+def is_synthetic(path):
+    "True where config.json says that `k3 synth` made these weights up."
+    return "synthetic" in json.loads((Path(path) / "config.json").read_text())
 
 
 def open_tokenizer(path, config):
