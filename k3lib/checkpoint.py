@@ -95,8 +95,8 @@ def _entry(where, name, entry):
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if type(dtype) is not str or dtype not in ITEMSIZE:
         raise _wrong(where, name, f"dtype {_show(dtype)}", f"one of {' '.join(ITEMSIZE)}")
-    if not _naturals(shape) or len(shape) > RANK_MAX:
-        raise _wrong(where, name, f"shape {_show(shape)}", f"at most {RANK_MAX} whole numbers")
+    if not _naturals(shape) or len(shape) > RANK_MAX or 0 in shape and prod(n or 1 for n in shape) >> 59:
+        raise _wrong(where, name, f"shape {_show(shape)}", f"at most {RANK_MAX} whole numbers that an array can have")
     if not _naturals(offsets) or len(offsets) != 2:
         raise _wrong(where, name, f"data_offsets {_show(offsets)}", "two whole numbers")
     begin, end = offsets
@@ -253,7 +253,8 @@ class Extent(NamedTuple):
 
 _LAYER = "language_model.model.layers.#."
 _EXPERT = _LAYER + "block_sparse_moe.experts.#."
-EXPERT_TENSORS = {w + short: f"{_EXPERT}{w}.weight_{long}" for w in ("w1", "w2", "w3") for short, long in (("", "packed"), ("_scale", "scale"))}
+EXPERT_TENSORS = {w + short: f"{_EXPERT}{w}.weight_{long}"
+                  for w in ("w1", "w2", "w3") for short, long in (("", "packed"), ("_scale", "scale"))}
 
 
 class Checkpoint:
