@@ -327,11 +327,17 @@ def test_any_cut_gives_the_same_bytes(shape, seed, cuts):
 
 
 def test_one_thread_and_all():
-    W, x, threads, runs = some_layer(40, 5, 24), some_input(3, 40), numba.get_num_threads(), []
-    for n in (1, threads):
+    "Enough heads and tokens for threads to meet, should they share anything."
+    rng, threads, runs = np.random.default_rng(3), numba.get_num_threads(), []
+    q, k, v = rng.standard_normal((3, 64, 16, 64)).astype(np.float32)
+    alpha, beta = rng.uniform(.5, 1, (64, 16, 64)).astype(np.float32), rng.uniform(0, 1, (64, 16)).astype(np.float32)
+    for n in (1, threads, threads):
         numba.set_num_threads(n)
-        runs.append(kda_layer(W, x, kda_state(5, 24, 4), EPS, LOW))
-    same("output", *runs)
+        S = np.zeros((16, 64, 64), np.float32)
+        runs.append((kda_recurrent(l2norm(q), l2norm(k), v, alpha, beta, S), S))
+    for out, S in runs[1:]:
+        same("out", out, runs[0][0])
+        same("S", S, runs[0][1])
 
 
 def test_weights_are_taken_once_in_order():

@@ -686,7 +686,7 @@ for axis, (name, part) in zip(axes, came_back.items()):
     axis.set_xlabel("token")
     axis.set_title(name)
 axes[0].set_ylabel("share in the answer to key a")
-axes[0].legend()
+axes[1].legend(loc="lower right", bbox_to_anchor=(1, .3))
 fig.suptitle("The delta rule answers with the newest value, a plain sum with both", fontsize=10, x=.02, ha="left")
 plt.show()
 
