@@ -1,110 +1,180 @@
-"""3.1 Gated MLA on a latent cache
+"""3.1 Gated MLA: attention that caches 576 numbers
 
 Made from book/03_mla/01_mla.py: edit that, then run `make export`.
 """
-# built on linear a03a069750fc
-# built on mxfp4 daee53fa54cb
+# built on linear 627d93492b1b
+# built on mxfp4 5d2ca6aa3145
 
 import numpy as np
-from numba import njit, prange
+from numba import get_num_threads, njit, prange
 
-from k3lib.linear import KERNEL, _dot, _matmul, exp, linear, rms_norm, sigmoid
-from k3lib.mxfp4 import fma, fma16, load16, load16_part, splat16, store16, zeros16
+from k3lib.linear import KERNEL, _dot, _fma4, _load4, _rows4, _rows4_tokens4, exp, linear, rms_norm, sigmoid
+from k3lib.mxfp4 import INNER, aligned, fma16, load16, load16_part, splat16, store16
 
-SCORES = 2_500_000  # float32 scores held at a time: 10 MB, whatever the context and the chunk
-MLA_ORDER = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "g_proj", "o_proj")
+TILE = 64  # cache rows between two looks at the maximum, counted from position 0
+SLICE = 8  # tokens whose queries and contexts are held at once
+_ONE, _ZERO, _LOWEST, _FAINT = np.float32(1), np.float32(0), np.float32(-np.inf), np.float32(-60)
+
+
+@njit(**INNER)
+def _start(w, i, latent, x, nope, scale, row, o):
+    """row[:width] = scale * [W_uk^T x[:nope] | x[nope:]], the key rows begin at w[i]. What follows from row[o] on, context,
+    maximum and sum, is set to zero, -infinity and zero."""
+    whole = latent - latent % 16
+    for m in range(o, row.size):
+        row[m] = _ZERO
+    for n in range(nope):
+        v, at = splat16(x[n]), i + n * latent
+        for m in range(0, whole, 16):
+            store16(row, o + m, fma16(load16(w, at + m), v, load16(row, o + m)))
+        if whole < latent:
+            store16(row, o + whole, fma16(load16_part(w, at + whole, latent - whole), v, load16(row, o + whole)))
+    for m in range(latent):
+        row[m], row[o + m] = scale * row[o + m], _ZERO
+    for m in range(nope, x.size):
+        row[latent + m - nope] = scale * x[m]
+    row[row.size - 2] = _LOWEST
+
+
+@njit(**INNER)
+def _softmax_tile(s, m, l):
+    "Scores s -> e^(s - new maximum), in place, 0 below e^-60. Returns (new maximum, new sum, what the past shrinks by)."
+    top = m
+    for p in range(s.size):
+        top = max(top, s[p])
+    for p in range(s.size):
+        x = s[p] - top
+        e = exp(x)
+        s[p] = _ZERO if x < _FAINT else e
+    shrink = _ZERO if m - top < _FAINT else exp(m - top)
+    total = l * shrink
+    for p in range(s.size):
+        total += s[p]
+    return top, total, shrink
+
+
+@njit(**INNER)
+def _context4(c, i, n, width, s, work, j, pitch):
+    "32 lanes of four contexts, work[j + r*pitch:] += sum over n cache rows of s[r, p] * row p, positions in order."
+    a, b = _load4(work, j, pitch), _load4(work, j + 16, pitch)
+    for p in range(n):
+        weights = splat16(s[0, p]), splat16(s[1, p]), splat16(s[2, p]), splat16(s[3, p])
+        a = _fma4(weights, load16(c, i + p * width), a)
+        b = _fma4(weights, load16(c, i + p * width + 16), b)
+    for at, v in ((j, a), (j + 16, b)):
+        store16(work, at, v[0])
+        store16(work, at + pitch, v[1])
+        store16(work, at + 2 * pitch, v[2])
+        store16(work, at + 3 * pitch, v[3])
+
+
+@njit(**INNER)
+def _context1(c, i, width, weights, work, j, m, latent):
+    "Lanes m..latent of one context, work[j:] += sum over cache rows of weights[p] * row p, positions in order."
+    while m < latent:
+        a = load16(work, j + m)
+        for p in range(weights.size):
+            at = i + p * width + m
+            a = fma16(splat16(weights[p]), load16(c, at) if m + 16 <= latent else load16_part(c, at, latent - m), a)
+        store16(work, j + m, a)
+        m += 16
+
+
+@njit(**INNER)
+def _visit(c, start, pos, heads, width, latent, work, o, pitch, s, g, rows):
+    """Queries g..g+rows, at most four, meet the tile of cache rows from `start`; maxima, sums and contexts move on.
+
+    Query r is of the token at pos + r // heads and sees positions up to its own.
+    """
+    i, j = start * width, g * pitch
+    common = max(0, min(TILE, pos + g // heads + 1 - start)) if rows == 4 else 0
+    fours = common - common % 4
+    paired = latent - latent % 32 if common else 0
+    for p in range(0, fours, 4):
+        _rows4_tokens4(c, i + p * width, width, work, j, pitch, s, 0, p)
+    for r in range(rows):
+        n = max(0, min(TILE, pos + (g + r) // heads + 1 - start))
+        for p in range(fours, n):
+            s[r, p] = _dot(c, i + p * width, work, j + r * pitch, width)
+        if n:
+            end = j + (r + 1) * pitch
+            work[end - 2], work[end - 1], shrink = _softmax_tile(s[r, :n], work[end - 2], work[end - 1])
+            if shrink != _ONE:
+                for m in range(j + r * pitch + o, j + r * pitch + o + latent):
+                    work[m] *= shrink
+    for m in range(0, paired, 32):
+        _context4(c, i + m, common, width, s, work, j + o + m, pitch)
+    for r in range(rows):
+        n = max(0, min(TILE, pos + (g + r) // heads + 1 - start))
+        _context1(c, i + common * width, width, s[r, common:n], work, j + r * pitch + o, 0, paired)
+        _context1(c, i, width, s[r, :n], work, j + r * pitch + o, paired, latent)
+
+
+@njit(**INNER)
+def _value(w, i, latent, work, j, total, out, t, first, v):
+    "out[t, first:first+v] = W_uv work[j:] / total; the value rows begin at w[i]."
+    whole = v - v % 4
+    for n in range(0, whole, 4):
+        _rows4(w, i + n * latent, latent, work, j, out, t, first + n)
+    for n in range(whole, v):
+        out[t, first + n] = _dot(w, i + n * latent, work, j, latent)
+    for n in range(first, first + v):
+        out[t, n] /= total
+
+
+@njit(**INNER)
+def _heads(item, span, kv_b, first, x, cache, pos, v, work, s, out):
+    "What _attend does for heads item*span .. (item+1)*span of the block."
+    latent, width, pitch = kv_b.shape[1], cache.shape[1], work.shape[2]
+    nope, o = x.shape[2] - (width - latent), (width + 15) // 16 * 16
+    each, h = nope + v, item * span
+    heads = min(span, kv_b.shape[0] // each - h)
+    scale = _ONE / np.sqrt(np.float32(x.shape[2]))
+    w, c, flat = kv_b.reshape(-1), cache.reshape(-1), work[item].reshape(-1)
+    for t in range(0, x.shape[0], SLICE):
+        tokens = min(SLICE, x.shape[0] - t)
+        rows = tokens * heads
+        for r in range(rows):
+            head = h + r % heads
+            _start(w, head * each * latent, latent, x[t + r // heads, first + head], nope, scale, work[item, r], o)
+        for start in range(0, pos + t + tokens, TILE):
+            for g in range(0, rows, 4):
+                _visit(c, start, pos + t, heads, width, latent, flat, o, pitch, s[item], g, min(4, rows - g))
+        for r in range(rows):
+            head = h + r % heads
+            _value(w, (head * each + nope) * latent, latent, flat, r * pitch + o, flat[(r + 1) * pitch - 1],
+                   out, t + r // heads, (first + head) * v, v)
 
 
 @njit(parallel=True, **KERNEL)
-def _queries(w, q, first, heads, nope, rope, rank, scale, row, out):
-    "out[t * heads + h] = scale * [W_uk^T q_nope | q_rope] for the heads of one block; `row` is scratch."
-    T = q.shape[0]
-    flat = w.reshape(-1)
-    per_head = w.shape[0] // heads
-    whole = rank - rank % 16
-    for h in prange(heads):
-        acc = row[h]
-        for t in range(T):
-            for i in range(acc.size):
-                acc[i] = np.float32(0)
-            for k in range(nope):
-                qk = splat16(q[t, first + h, k])
-                base = (h * per_head + k) * rank
-                for i in range(0, whole, 16):
-                    store16(acc, i, fma16(qk, load16(flat, base + i), load16(acc, i)))
-                if whole < rank:
-                    store16(acc, whole, fma16(qk, load16_part(flat, base + whole, rank - whole), load16(acc, whole)))
-            for i in range(rank):
-                out[t * heads + h, i] = scale * acc[i]
-            for i in range(rope):
-                out[t * heads + h, rank + i] = scale * q[t, first + h, nope + i]
+def _attend(items, span, kv_b, first, x, cache, pos, v, work, s, out):
+    for item in prange(items):
+        _heads(item, span, kv_b, first, x, cache, pos, v, work, s, out)
 
 
-@njit(parallel=True, **KERNEL)
-def _softmax(scores, heads, first):
-    "Rows of token t become probabilities over positions 0 .. first + t, in place."
-    for m in prange(scores.shape[0]):
-        row = scores[m]
-        n = first + m // heads + 1
-        top = row[0]
-        for i in range(1, n):
-            top = max(top, row[i])
-        for i in range(n):
-            row[i] = exp(row[i] - top)
-        total = np.float32(0)
-        for i in range(n):
-            total += row[i]
-        inverse = np.float32(1) / total
-        for i in range(n):
-            row[i] *= inverse
+def attend(kv_b, q, cache, pos, v):
+    """Causal attention on the latent cache, float32 [T, heads*v], of queries `q` float32 [T, heads, nope+rope] at pos .. pos+T-1.
 
-
-@njit(parallel=True, **KERNEL)
-def _context(scores, cache, heads, first, rank, out):
-    "out[m] = sum over positions, in order, of scores[m, p] * cache[p, :rank]. Heads of one token, four at a time, share a cache row."
-    tiles = (heads + 3) // 4
-    T = scores.shape[0] // heads
-    D = cache.shape[1]
-    flat = cache.reshape(-1)
-    dst = out.reshape(-1)
-    R = out.shape[1]
-    for tile in prange(T * tiles):
-        t, h = tile // tiles, (tile % tiles) * 4
-        n = first + t + 1
-        m = t * heads + h
-        count = min(4, heads - h)
-        m1, m2, m3 = m + min(1, count - 1), m + min(2, count - 1), m + min(3, count - 1)
-        for i in range(0, rank, 16):
-            a = b = c = d = zeros16()
-            if i + 16 <= rank:
-                for p in range(n):
-                    v = load16(flat, p * D + i)
-                    a = fma16(splat16(scores[m, p]), v, a)
-                    b = fma16(splat16(scores[m1, p]), v, b)
-                    c = fma16(splat16(scores[m2, p]), v, c)
-                    d = fma16(splat16(scores[m3, p]), v, d)
-            else:
-                for p in range(n):
-                    v = load16_part(flat, p * D + i, rank - i)
-                    a = fma16(splat16(scores[m, p]), v, a)
-                    b = fma16(splat16(scores[m1, p]), v, b)
-                    c = fma16(splat16(scores[m2, p]), v, c)
-                    d = fma16(splat16(scores[m3, p]), v, d)
-            store16(dst, m * R + i, a)
-            store16(dst, m1 * R + i, b)
-            store16(dst, m2 * R + i, c)
-            store16(dst, m3 * R + i, d)
-
-
-@njit(parallel=True, **KERNEL)
-def _values(w, context, first, heads, nope, v_dim, rank, out):
-    "out[t, first + h] = W_uv context, for the heads of one block."
-    flat, ctx = w.reshape(-1), context.reshape(-1)
-    per_head, R = nope + v_dim, context.shape[1]
-    for h in prange(heads):
-        for j in range(v_dim):
-            for t in range(out.shape[0]):
-                out[t, first + h, j] = _dot(flat, (h * per_head + nope + j) * rank, ctx, (t * heads + h) * R, rank)
+    `kv_b` is the matrix kv_b_proj, per head its nope key rows, then its v value rows; it is taken once, in blocks of whole
+    heads. `cache` float32 [capacity, latent+rope] holds [c | r] of all positions up to pos+T-1. The bits of a head and
+    token depend on nothing but that head, that token and the cache before it. Raises ValueError where shapes do not fit.
+    """
+    T, heads, d = q.shape
+    latent, width = kv_b.shape[1], cache.shape[1]
+    each = d - (width - latent) + v
+    if kv_b.shape[0] != heads * each or not latent <= width <= latent + d or pos + T > len(cache):
+        raise ValueError(f"attend: queries {q.shape} at position {pos}, cache {cache.shape}, kv_b_proj {kv_b.shape} and values of {v} do not fit")
+    pitch = -(-width // 16) * 16 + -(-latent // 16) * 16 + 16
+    out = np.empty((T, heads * v), np.float32)
+    for first, rows in kv_b.blocks(each):
+        if len(rows) % each:
+            raise ValueError(f"attend: a block of kv_b_proj has {len(rows)} rows, expected whole heads of {each}")
+        here = len(rows) // each
+        span = min(16, 4 * -(-here // (4 * get_num_threads())))
+        items = -(-here // span)
+        work, s = aligned((items, min(T, SLICE) * span, pitch)), aligned((items, 4, TILE))
+        _attend(items, span, rows, first // each, q, cache, pos, v, work, s, out)
+    return out
 
 
 @njit(**KERNEL)
@@ -114,40 +184,27 @@ def _gate(o, g):
             o[t, i] *= sigmoid(g[t, i])
 
 
-def mla_layer(W, x, cache, pos, heads, nope, rope, v_dim, eps_latent=1e-6):
-    """One layer's attention, float32 [T, H], for normed input `x` float32 [T, H] at positions pos .. pos + T - 1.
+MLA_ORDER = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "g_proj", "o_proj")
 
-    `cache` float32 [capacity, kv_lora + rope] holds a normed latent and the shared extra dims of every position before `pos`
-    and receives those of `x`. `W` maps each name of MLA_ORDER to a matrix or a float32 vector; each is taken once, in that
-    order. Query and value are mapped through kv_b_proj a block of whole heads at a time, so no head's keys or values are ever
-    expanded over positions. Any cut of the tokens into calls gives the same bits. `eps_latent`: of the two latent norms.
+
+def mla_layer(W, x, cache, pos, heads, nope, rope, v_dim, eps_latent=1e-6):
+    """One layer's attention, float32 [T, H], for normed input `x` float32 [T, H] at positions pos .. pos+T-1, T >= 1.
+
+    `W` maps each name of MLA_ORDER to a matrix or a float32 vector; each is taken once, in that order. `cache` float32
+    [capacity, kv_lora+rope] holds the rows before `pos` and receives [normed latent | extra dims] of `x`. Any cut of the
+    tokens into calls gives the same bits. `eps_latent` is the epsilon of the two latent norms.
     """
-    T, rank = len(x), cache.shape[1] - rope
-    q = rms_norm(linear(W["q_a_proj"], x), W["q_a_layernorm"], eps_latent)
-    q = linear(W["q_b_proj"], q).reshape(T, heads, nope + rope)
+    T, latent = len(x), cache.shape[1] - rope
+    if pos + T > len(cache):
+        raise ValueError(f"mla_layer: positions {pos} to {pos + T - 1} do not fit a cache of {len(cache)}")
+    low = rms_norm(linear(W["q_a_proj"], x), W["q_a_layernorm"], eps_latent)
+    q = linear(W["q_b_proj"], low).reshape(T, heads, nope + rope)
     kv = linear(W["kv_a_proj_with_mqa"], x)
-    cache[pos:pos + T, :rank] = rms_norm(np.ascontiguousarray(kv[:, :rank]), W["kv_a_layernorm"], eps_latent)
-    cache[pos:pos + T, rank:] = kv[:, rank:]
-    past, n = cache[:pos + T], pos + T
-    scale = np.float32((nope + rope) ** -0.5)
-    o = np.empty((T, heads, v_dim), np.float32)
-    per_head = nope + v_dim
-    group = max(1, SCORES // (T * n))
-    for row, block in W["kv_b_proj"].blocks(multiple=per_head):
-        for h in range(row // per_head, (row + len(block)) // per_head, group):
-            m = min(group, (row + len(block)) // per_head - h)
-            w = block[h * per_head - row:(h + m) * per_head - row]
-            queries = np.empty((T * m, rank + rope), np.float32)
-            _queries(w, q, h, m, nope, rope, rank, scale, np.empty((m, -(-rank // 16) * 16), np.float32), queries)
-            scores = np.empty((T * m, n), np.float32)
-            _matmul(past, queries, scores, 0)
-            _softmax(scores, m, pos)
-            context = np.empty((T * m, -(-rank // 16) * 16), np.float32)
-            _context(scores, past, m, pos, rank, context)
-            _values(w, context, h, m, nope, v_dim, rank, o)
-    o = o.reshape(T, -1)
+    cache[pos:pos + T, :latent] = rms_norm(np.ascontiguousarray(kv[:, :latent]), W["kv_a_layernorm"], eps_latent)
+    cache[pos:pos + T, latent:] = kv[:, latent:]
+    o = attend(W["kv_b_proj"], q, cache, pos, v_dim)
     _gate(o, linear(W["g_proj"], x))
     return linear(W["o_proj"], o)
 
 
-__all__ = ['SCORES', 'MLA_ORDER', 'mla_layer']
+__all__ = ['TILE', 'SLICE', 'attend', 'MLA_ORDER', 'mla_layer']

@@ -2,49 +2,72 @@
 
 Made from book/03_mla/02_residual.py: edit that, then run `make export`.
 """
-# built on linear a03a069750fc
+# built on linear 627d93492b1b
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from k3lib.linear import KERNEL, dot, exp, fma
 
+_ZERO, _LOWEST, _FAINT = np.float32(0), np.float32(-np.inf), np.float32(-60)
 
-@njit(parallel=True, **KERNEL)
-def _mix(sources, query, eps, out):
+
+@njit(**KERNEL)
+def _depth_weights(sources, query, eps, weights):
     n, T, H = sources.shape
-    weights = np.empty((T, n), np.float32)
-    for t in prange(T):
-        w = weights[t]
+    for t in range(T):
+        top = _LOWEST
         for s in range(n):
             x = sources[s, t]
-            w[s] = dot(x, query) / np.sqrt(dot(x, x) / np.float32(H) + eps)
-        top = w[0]
-        for s in range(1, n):
-            top = max(top, w[s])
-        total = np.float32(0)
+            weights[s, t] = dot(x, query) / np.sqrt(dot(x, x) / np.float32(H) + np.float32(eps))
+            top = max(top, weights[s, t])
+        total = _ZERO
         for s in range(n):
-            w[s] = exp(w[s] - top)
-            total += w[s]
+            below = weights[s, t] - top
+            weights[s, t] = _ZERO if below < _FAINT else exp(below)
+            total += weights[s, t]
+        for s in range(n):
+            weights[s, t] /= total
+
+
+def depth_weights(sources, n, norm_w, proj_w, eps):
+    """float32 [n, T]: softmax over s < n of <RMSNorm(sources[s, t]; eps) * norm_w, proj_w>.
+
+    `sources` float32 [S, T, H], `norm_w` and `proj_w` float32 [H].
+    """
+    S, T, H = sources.shape
+    if not 1 <= n <= S or norm_w.shape != (H,) or proj_w.shape != (H,):
+        raise ValueError(f"mix: {n} of sources {sources.shape}, norm {norm_w.shape} and proj {proj_w.shape} do not fit")
+    weights = np.empty((n, T), np.float32)
+    _depth_weights(sources[:n], norm_w * proj_w, eps, weights)
+    return weights
+
+
+@njit(**KERNEL)
+def _weighted_sum(sources, weights, out):
+    n, T, H = sources.shape
+    for t in range(T):
         y = out[t]
         for i in range(H):
-            y[i] = np.float32(0)
-        for s in range(n):
-            x, p = sources[s, t], w[s] / total
+            y[i] = weights[0, t] * sources[0, t, i]
+        for s in range(1, n):
+            p, x = weights[s, t], sources[s, t]
             for i in range(H):
                 y[i] = fma(p, x[i], y[i])
 
 
 def mix(sources, n, norm_w, proj_w, eps, out):
-    """out[t] = sum over s < n of p[s, t] sources[s, t], p the softmax over s of <RMSNorm(sources[s, t]; eps) * norm_w, proj_w>.
+    """out[t] = sum over s < n of p[s, t] * sources[s, t], float32 [T, H], with p = depth_weights: the norm is for the scores alone.
 
-    `sources` float32 [S, T, H], `norm_w`, `proj_w` float32 [H], `out` float32 [T, H]. The sources are mixed raw: the norm
-    is for the score alone. Raises ValueError if `out` shares memory with `sources`, which it would overwrite while reading.
+    Sources are added in their order. Raises ValueError where shapes do not fit, or where `out` shares memory with
+    `sources`, which are still needed: by this sum and by every later mix. Returns `out`.
     """
+    if out.shape != sources.shape[1:]:
+        raise ValueError(f"mix: out has shape {out.shape}, expected {sources.shape[1:]}")
     if np.may_share_memory(out, sources):
-        raise ValueError("mix: out shares memory with sources, which are still to be read")
-    _mix(sources[:n], norm_w * proj_w, np.float32(eps), out)
+        raise ValueError("mix: out shares memory with sources, which later mixes still read")
+    _weighted_sum(sources[:n], depth_weights(sources, n, norm_w, proj_w, eps), out)
     return out
 
 
-__all__ = ['mix']
+__all__ = ['depth_weights', 'mix']

@@ -1,112 +1,493 @@
 # %% [markdown]
-# # 3.1 Gated MLA on a latent cache
+# # 3.1 Gated MLA: attention that caches 576 numbers
+#
+# In 24 of K3's 93 layers every token looks back at every earlier one. What such a layer keeps of a position is not 96 keys and 96 values but
+# one vector of 576 numbers, from which all of them follow. At the end you can attend straight from that cache, token by token or in chunks
+# with the same bits, and break it in six ways that still look like attention.
+#
+# [2.1 Kimi Delta Attention](../02_kda/01_kda.ipynb) · [contents](../README.md) · [3.2 Residuals](02_residual.ipynb)
+#
+# | symbol | meaning | shape in K3 | in code |
+# |---|---|---|---|
+# | $x$ | normed hidden state of a token | 7168 | `x` |
+# | $c$ | latent of a position: low rank, normed, cached | 512 (`kv_lora_rank`) | `cache[p, :512]` |
+# | $r$ | extra key numbers, shared by all heads, cached | 64 (`qk_rope_head_dim`) | `cache[p, 512:]` |
+# | $q^n, q^r$ | the two parts of a head's query | 96 heads × (128 + 64) | `q[t, h, :128]`, `q[t, h, 128:]` |
+# | $W_{uk}, W_{uv}$ | a head's key rows and value rows of `kv_b_proj` | 128 × 512 each | `w` |
+# | $s, p$ | scores and weights over positions | one a position and head | `s` |
+# | $u$ | context: the weighted sum of latents | 96 × 512 | `o` part of `work` |
+#
+# The extra dims are named after RoPE, the rotation by position other models apply to them. K3 does not (`mla_use_nope` is true): they are
+# plain numbers. Equations: the published modelling code, and the DeepSeek-V2 report (§2.1) for the latent form.
+
+# %%
+import time
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from safetensors.numpy import load_file
+
+from k3lib.linear import Rows, bf16_to_float32, dot
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+plt.style.use(ROOT / "book" / "k3.mplstyle")
 
 # %% tags=["export"]
 import numpy as np
-from numba import njit, prange
+from numba import get_num_threads, njit, prange
 
-from k3lib.linear import KERNEL, _dot, _matmul, exp, linear, rms_norm, sigmoid
-from k3lib.mxfp4 import fma, fma16, load16, load16_part, splat16, store16, zeros16
+from k3lib.linear import KERNEL, _dot, _fma4, _load4, _rows4, _rows4_tokens4, exp, linear, rms_norm, sigmoid
+from k3lib.mxfp4 import INNER, aligned, fma16, load16, load16_part, splat16, store16
 
-SCORES = 2_500_000  # float32 scores held at a time: 10 MB, whatever the context and the chunk
-MLA_ORDER = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "g_proj", "o_proj")
+TILE = 64  # cache rows between two looks at the maximum, counted from position 0
+SLICE = 8  # tokens whose queries and contexts are held at once
+_ONE, _ZERO, _LOWEST, _FAINT = np.float32(1), np.float32(0), np.float32(-np.inf), np.float32(-60)
 
+# %% tags=["parameters"]
+seed = 3
+timed_positions = 1024  # of the ladder in 3.1.8
+full_positions = 4096  # of the full-width timing in 3.1.9
+
+# %% [markdown]
+# ## 3.1.1 By hand: two positions, one head
+#
+# Latent width 2, three key rows, one extra dim, two value rows; the scale is $(3+1)^{-1/2} = ½$.
+#
+# $$W_{uk} = \begin{pmatrix}1&0\\0&1\\1&1\end{pmatrix},\quad W_{uv} = \begin{pmatrix}4&0\\0&8\end{pmatrix},\quad
+# q^n = (2,0,1),\quad q^r = 2 - 2\ln 3$$
+#
+# | position | $c$ | $r$ | key $W_{uk}c$ | $½(q^n\cdot k + q^r r)$ | weight | value $W_{uv}c$ |
+# |---|---|---|---|---|---|---|
+# | 0 | (1, 0) | 0 | (1, 0, 1) | 1.5 | ¾ | (4, 0) |
+# | 1 | (0, 1) | 1 | (0, 1, 1) | 1.5 − ln 3 | ¼ | (0, 8) |
+#
+# The output is $¾(4,0) + ¼(0,8) = (3, 2)$. Now without keys and values: $W_{uk}^\top q^n = (3,1)$, whose products with $c$ are the same
+# 3 and 1; the context is $¾(1,0)+¼(0,1)$, and $W_{uv}$ turns it into $(3, 2)$.
+
+# %%
+W_uk, W_uv = np.array([[1., 0], [0, 1], [1, 1]]), np.array([[4., 0], [0, 8]])
+c, r = np.eye(2), np.array([0., 1])
+q_n, q_r = np.array([2., 0, 1]), 2 - 2 * np.log(3)
+
+
+def softmax64(s):
+    e = np.exp(s - s.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+expanded = softmax64(.5 * (c @ W_uk.T @ q_n + r * q_r)) @ (c @ W_uv.T)
+absorbed = W_uv @ (softmax64(.5 * (c @ (W_uk.T @ q_n) + r * q_r)) @ c)
+print("keys and values:", expanded.round(6), "  latents only:", absorbed.round(6))
+assert np.allclose(expanded, [3, 2]) and np.allclose(absorbed, [3, 2])
+
+# %% [markdown]
+# ## 3.1.2 The layer as published, in float64
+#
+# Two low-rank paths, each with a norm in the middle. `kv_b_proj` makes, head after head, 128 key rows and then 128 value rows. The key
+# is completed by $r$, which is neither normed nor rotated, and the output is gated number by number.
+#
+# $$c = \mathrm{norm}(W_a^{kv} x)_{1..512},\qquad k_h = [\,W_{uk}^h c \mid r\,],\qquad v_h = W_{uv}^h c$$
+# $$o_h = \sum_{p \le t} \mathrm{softmax}_p\!\Big(\tfrac{q_h \cdot k_{h,p}}{\sqrt{128+64}}\Big)\, v_{h,p},\qquad y = W_o\,(o \odot \sigma(W_g x))$$
+#
+# The function takes its questionable parts as arguments, so that 3.1.7 can get each of them wrong.
+
+# %%
+def rms64(x, weight, eps):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def sigmoid64(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def attention64(q, k, v, scale):
+    "Causal attention of float64 q [T, heads, d] over k [T, heads, d], v [T, heads, v]: (output, weights [heads, T, T])."
+    s = np.einsum("thd,phd->htp", q, k) * scale
+    weights = softmax64(np.where(np.tri(len(q), dtype=bool), s, -np.inf))
+    return np.einsum("htp,phv->thv", weights, v), weights
+
+
+def mla64(W, x, heads, nope, rope, v_dim, eps=1e-6, scale_dims=None, extra=lambda a: a, value_first=False, gated=True):
+    "The layer by expansion; `scale_dims`, `extra` (what happens to the extra dims), `value_first` and `gated` are there to be got wrong."
+    T, latent = len(x), W["kv_b_proj"].shape[1]
+    W, x = {name: w.astype(np.float64) for name, w in W.items()}, x.astype(np.float64)
+    q = (rms64(x @ W["q_a_proj"].T, W["q_a_layernorm"], eps) @ W["q_b_proj"].T).reshape(T, heads, nope + rope)
+    kv = x @ W["kv_a_proj_with_mqa"].T
+    c = rms64(kv[:, :latent], W["kv_a_layernorm"], eps)
+    r = np.broadcast_to(kv[:, None, latent:], (T, heads, rope))
+    kv_b = (c @ W["kv_b_proj"].T).reshape(T, heads, nope + v_dim)
+    k, v = (kv_b[..., v_dim:], kv_b[..., :v_dim]) if value_first else (kv_b[..., :nope], kv_b[..., nope:])
+    q, k = (np.concatenate([a, extra(b)], -1) for a, b in ((q[..., :nope], q[..., nope:]), (k, r)))
+    o = attention64(q, k, v, (scale_dims or nope + rope) ** -.5)[0].reshape(T, -1)
+    return (o * sigmoid64(x @ W["g_proj"].T) if gated else o) @ W["o_proj"].T
+
+
+# %% [markdown]
+# `fixtures/ops/mla` was computed by PyTorch's own attention in float64: three heads, 12 + 4 dims in the key, 10 in the value, latent 16.
+# Nine tokens at once, then three one at a time. Allowed: 1e-5 of the largest output, ten times what float32 strays.
+
+# %%
+fixture = load_file(ROOT / "fixtures/ops/mla.safetensors")
+names = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "g_proj", "o_proj")
+weights = {name: fixture[name] for name in names}
+dims = dict(heads=3, nope=12, rope=4, v_dim=10)
+x, truth = fixture["x"], np.concatenate([fixture["y_prefill"], fixture["y_steps"]])
+TOLERANCE = 1e-5
+
+
+def off(y, expected=truth):
+    "Largest difference over the largest expected magnitude."
+    return np.abs(y - expected.astype(np.float64)).max() / np.abs(expected).max()
+
+
+print("reference within 1e-5 of the fixture:", off(mla64(weights, x, **dims)) < TOLERANCE)
+assert off(mla64(weights, x, **dims)) < TOLERANCE
+
+# %% [markdown]
+# ## 3.1.3 Absorb: move the matrix to the other side
+#
+# Keys and values are linear in $c$, so the matrix can act on the query and on the result instead. Nothing per head is stored.
+#
+# $$q^n \cdot (W_{uk} c) = (W_{uk}^\top q^n)\cdot c, \qquad \sum_p w_p\,(W_{uv} c_p) = W_{uv} \sum_p w_p\, c_p$$
+
+# %%
+def absorbed64(kv_b, q, cache, pos, v_dim):
+    "Attention from cache rows [c | r] alone, float64 [T, heads, v]; q [T, heads, nope+rope], the first token at `pos`."
+    T, heads, d = q.shape
+    latent = kv_b.shape[1]
+    nope = d - (cache.shape[1] - latent)
+    w = kv_b.reshape(heads, nope + v_dim, latent).astype(np.float64)
+    rows, q = cache[:pos + T].astype(np.float64), q.astype(np.float64)
+    queries = np.concatenate([np.einsum("thn,hnl->thl", q[..., :nope], w[:, :nope]), q[..., nope:]], -1)
+    s = np.einsum("thd,pd->htp", queries, rows) * d ** -.5
+    seen = np.arange(pos + T) <= pos + np.arange(T)[:, None]
+    context = np.einsum("htp,pl->htl", softmax64(np.where(seen, s, -np.inf)), rows[:, :latent])
+    return np.einsum("htl,hvl->thv", context, w[:, nope:])
+
+
+rng = np.random.default_rng(seed)
+some_q, some_cache, some_w = rng.normal(size=(5, 3, 16)), rng.normal(size=(12, 20)), rng.normal(size=(66, 16))
+kv = (some_cache[:, :16] @ some_w.T).reshape(12, 3, 22)
+keys = np.concatenate([kv[..., :12], np.broadcast_to(some_cache[:, None, 16:], (12, 3, 4))], -1)
+whole_q = np.concatenate([np.zeros((7, 3, 16)), some_q])
+same = off(absorbed64(some_w, some_q, some_cache, 7, 10), attention64(whole_q, keys, kv[..., 12:], 16 ** -.5)[0][7:]) < 1e-12
+print("absorbed equals expanded to 1e-12:", same)
+assert same
+
+# %% [markdown]
+# What it buys and what it costs, for K3's shape in float32. Memory falls 43 times; arithmetic per position and head rises 3.4 times,
+# because keys of 192 numbers and values of 128 become 576 and 512.
+
+# %%
+heads, nope, rope, v_dim, latent, layers = 96, 128, 64, 128, 512, 24
+per_position = {"keys and values": 4 * layers * (heads * (nope + v_dim) + rope), "latent": 4 * layers * (latent + rope)}
+for name, nbytes in per_position.items():
+    print(f"{name:16} {nbytes:>9,} bytes a position, {nbytes * 4096 / 1e9:6.2f} GB at 4,096 positions")
+expanded_fma, absorbed_fma = nope + rope + v_dim, latent + rope + latent
+print(f"multiply-adds a position and head: {expanded_fma} expanded, {absorbed_fma} absorbed: {absorbed_fma / expanded_fma:.1f} times")
+print(f"memory: {per_position['keys and values'] / per_position['latent']:.0f} times less")
+assert per_position["latent"] == 55296
+
+# %%
+context = 2.0 ** np.arange(8, 18)
+fig, ax = plt.subplots()
+for (name, nbytes), style in zip(per_position.items(), ("o-", "s-")):
+    ax.loglog(context, context * nbytes / 1e9, style, ms=3, label=name)
+kda_state = 69 * 4 * (heads * 128 * 128 + 3 * heads * 128 * 3)  # one matrix a head, three past inputs of 3 x 12,288 channels
+ax.axhline(kda_state / 1e9, ls="--", lw=.8, color="C5", label="state of the 69 KDA layers, any length")
+ax.set(xlabel="positions", ylabel="cache, GB", xlim=(200, 2e5),
+       title=f"The latent cache passes the KDA state only at {kda_state / per_position['latent']:,.0f} positions")
+ax.legend()
+plt.show()
+
+# %% [markdown]
+# ## 3.1.4 Softmax in one pass
+#
+# A plain softmax wants all scores before the first weight. For 4,096 positions, 96 heads and 64 tokens those are 100 MB. Instead keep, per
+# query, the maximum so far $m$, the sum $l$ and the context $u$; a new tile of scores $s_j$ that raises the maximum to $m'$ shrinks the past:
+#
+# $$l \leftarrow l\,e^{m-m'} + \sum_j e^{s_j - m'},\qquad u \leftarrow u\,e^{m-m'} + \sum_j e^{s_j-m'}\,c_j,\qquad \text{result } u/l$$
+#
+# By hand, tiles of one position, scores $0, \ln 2, \ln 4$ and $c = 7, 7, 14$: the weights are $1, 2, 4$ over 7, so the result is 11.
+
+# %%
+def one_pass(s, c, tile):
+    m, l, u = -np.inf, 0.0, 0.0
+    for first in range(0, len(s), tile):
+        part = s[first:first + tile]
+        top = max(m, part.max())
+        e, shrink = np.exp(part - top), np.exp(m - top)
+        m, l, u = top, l * shrink + e.sum(), u * shrink + e @ c[first:first + tile]
+        if tile == 1:
+            print(f"maximum {m:.3f}  sum {l:.3f}  u {u:.3f}")
+    return u / l
+
+
+print("result", round(one_pass(np.log([1., 2, 4]), np.array([7., 7, 14]), 1), 6))
+
+# %% [markdown]
+# A tile ends where the *position* says so, at multiples of 64 from position 0. If it started with the chunk instead, the same token would
+# round differently in a prompt of 9 and in 9 steps. Same mathematics, other bits:
+
+# %%
+s32, c32 = rng.normal(0, 3, 200).astype(np.float32), rng.normal(size=200).astype(np.float32)
+
+
+def one_pass32(s, c, cuts):
+    "float32, tiles end at `cuts`."
+    m, l, u = np.float32(-np.inf), np.float32(0), np.float32(0)
+    for a, b in zip([0, *cuts], [*cuts, len(s)]):
+        top = max(m, s[a:b].max())
+        shrink = np.exp(m - top)
+        l, u, m = l * shrink, u * shrink, top
+        for e, value in zip(np.exp(s[a:b] - top), c[a:b]):
+            l, u = l + e, u + e * value
+    return u / l
+
+
+by_position = one_pass32(s32, c32, range(64, 200, 64))
+others = [one_pass32(s32, c32, range(start, 200, 64)) for start in range(1, 64)]
+apart = max(abs(o - by_position) for o in others) / abs(by_position)
+print("all within 1e-5:", apart < 1e-5, "  all the same bits:", all(o == by_position for o in others))
+assert apart < 1e-5 and not all(o == by_position for o in others)
+
+# %% [markdown]
+# ## 3.1.5 The kernel, piece by piece
+#
+# A query in work has a row of scratch: `[ W_uk^T q^n | q^r ]`, then its context $u$, then $m$ and $l$. The absorbed query grows
+# key row by key row, in order. The scale goes in here, once, instead of into every score.
 
 # %% tags=["export"]
-@njit(parallel=True, **KERNEL)
-def _queries(w, q, first, heads, nope, rope, rank, scale, row, out):
-    "out[t * heads + h] = scale * [W_uk^T q_nope | q_rope] for the heads of one block; `row` is scratch."
-    T = q.shape[0]
-    flat = w.reshape(-1)
-    per_head = w.shape[0] // heads
-    whole = rank - rank % 16
-    for h in prange(heads):
-        acc = row[h]
-        for t in range(T):
-            for i in range(acc.size):
-                acc[i] = np.float32(0)
-            for k in range(nope):
-                qk = splat16(q[t, first + h, k])
-                base = (h * per_head + k) * rank
-                for i in range(0, whole, 16):
-                    store16(acc, i, fma16(qk, load16(flat, base + i), load16(acc, i)))
-                if whole < rank:
-                    store16(acc, whole, fma16(qk, load16_part(flat, base + whole, rank - whole), load16(acc, whole)))
-            for i in range(rank):
-                out[t * heads + h, i] = scale * acc[i]
-            for i in range(rope):
-                out[t * heads + h, rank + i] = scale * q[t, first + h, nope + i]
+@njit(**INNER)
+def _start(w, i, latent, x, nope, scale, row, o):
+    """row[:width] = scale * [W_uk^T x[:nope] | x[nope:]], the key rows begin at w[i]. What follows from row[o] on, context,
+    maximum and sum, is set to zero, -infinity and zero."""
+    whole = latent - latent % 16
+    for m in range(o, row.size):
+        row[m] = _ZERO
+    for n in range(nope):
+        v, at = splat16(x[n]), i + n * latent
+        for m in range(0, whole, 16):
+            store16(row, o + m, fma16(load16(w, at + m), v, load16(row, o + m)))
+        if whole < latent:
+            store16(row, o + whole, fma16(load16_part(w, at + whole, latent - whole), v, load16(row, o + whole)))
+    for m in range(latent):
+        row[m], row[o + m] = scale * row[o + m], _ZERO
+    for m in range(nope, x.size):
+        row[latent + m - nope] = scale * x[m]
+    row[row.size - 2] = _LOWEST
 
 
-# %% tags=["export"]
-@njit(parallel=True, **KERNEL)
-def _softmax(scores, heads, first):
-    "Rows of token t become probabilities over positions 0 .. first + t, in place."
-    for m in prange(scores.shape[0]):
-        row = scores[m]
-        n = first + m // heads + 1
-        top = row[0]
-        for i in range(1, n):
-            top = max(top, row[i])
-        for i in range(n):
-            row[i] = exp(row[i] - top)
-        total = np.float32(0)
-        for i in range(n):
-            total += row[i]
-        inverse = np.float32(1) / total
-        for i in range(n):
-            row[i] *= inverse
-
+# %% [markdown]
+# The one-pass softmax for one query and one tile. Weights under $e^{-60}$ become 0: against a sum of at least 1 they are far below
+# float32's last bit. 3.1.8 shows why this is more than tidiness. A NaN score fails every comparison and stays NaN, to be found by whoever looks.
 
 # %% tags=["export"]
-@njit(parallel=True, **KERNEL)
-def _context(scores, cache, heads, first, rank, out):
-    "out[m] = sum over positions, in order, of scores[m, p] * cache[p, :rank]. Heads of one token, four at a time, share a cache row."
-    tiles = (heads + 3) // 4
-    T = scores.shape[0] // heads
-    D = cache.shape[1]
-    flat = cache.reshape(-1)
-    dst = out.reshape(-1)
-    R = out.shape[1]
-    for tile in prange(T * tiles):
-        t, h = tile // tiles, (tile % tiles) * 4
-        n = first + t + 1
-        m = t * heads + h
-        count = min(4, heads - h)
-        m1, m2, m3 = m + min(1, count - 1), m + min(2, count - 1), m + min(3, count - 1)
-        for i in range(0, rank, 16):
-            a = b = c = d = zeros16()
-            if i + 16 <= rank:
-                for p in range(n):
-                    v = load16(flat, p * D + i)
-                    a = fma16(splat16(scores[m, p]), v, a)
-                    b = fma16(splat16(scores[m1, p]), v, b)
-                    c = fma16(splat16(scores[m2, p]), v, c)
-                    d = fma16(splat16(scores[m3, p]), v, d)
-            else:
-                for p in range(n):
-                    v = load16_part(flat, p * D + i, rank - i)
-                    a = fma16(splat16(scores[m, p]), v, a)
-                    b = fma16(splat16(scores[m1, p]), v, b)
-                    c = fma16(splat16(scores[m2, p]), v, c)
-                    d = fma16(splat16(scores[m3, p]), v, d)
-            store16(dst, m * R + i, a)
-            store16(dst, m1 * R + i, b)
-            store16(dst, m2 * R + i, c)
-            store16(dst, m3 * R + i, d)
+@njit(**INNER)
+def _softmax_tile(s, m, l):
+    "Scores s -> e^(s - new maximum), in place, 0 below e^-60. Returns (new maximum, new sum, what the past shrinks by)."
+    top = m
+    for p in range(s.size):
+        top = max(top, s[p])
+    for p in range(s.size):
+        x = s[p] - top
+        e = exp(x)
+        s[p] = _ZERO if x < _FAINT else e
+    shrink = _ZERO if m - top < _FAINT else exp(m - top)
+    total = l * shrink
+    for p in range(s.size):
+        total += s[p]
+    return top, total, shrink
 
+
+# %% [markdown]
+# The context adds cache rows in the order of their positions, each lane on its own, so any grouping gives the same bits. Four queries
+# share every cache row: eight accumulators stay in registers while the tile passes.
 
 # %% tags=["export"]
-@njit(parallel=True, **KERNEL)
-def _values(w, context, first, heads, nope, v_dim, rank, out):
-    "out[t, first + h] = W_uv context, for the heads of one block."
-    flat, ctx = w.reshape(-1), context.reshape(-1)
-    per_head, R = nope + v_dim, context.shape[1]
-    for h in prange(heads):
-        for j in range(v_dim):
-            for t in range(out.shape[0]):
-                out[t, first + h, j] = _dot(flat, (h * per_head + nope + j) * rank, ctx, (t * heads + h) * R, rank)
+@njit(**INNER)
+def _context4(c, i, n, width, s, work, j, pitch):
+    "32 lanes of four contexts, work[j + r*pitch:] += sum over n cache rows of s[r, p] * row p, positions in order."
+    a, b = _load4(work, j, pitch), _load4(work, j + 16, pitch)
+    for p in range(n):
+        weights = splat16(s[0, p]), splat16(s[1, p]), splat16(s[2, p]), splat16(s[3, p])
+        a = _fma4(weights, load16(c, i + p * width), a)
+        b = _fma4(weights, load16(c, i + p * width + 16), b)
+    for at, v in ((j, a), (j + 16, b)):
+        store16(work, at, v[0])
+        store16(work, at + pitch, v[1])
+        store16(work, at + 2 * pitch, v[2])
+        store16(work, at + 3 * pitch, v[3])
 
+
+@njit(**INNER)
+def _context1(c, i, width, weights, work, j, m, latent):
+    "Lanes m..latent of one context, work[j:] += sum over cache rows of weights[p] * row p, positions in order."
+    while m < latent:
+        a = load16(work, j + m)
+        for p in range(weights.size):
+            at = i + p * width + m
+            a = fma16(splat16(weights[p]), load16(c, at) if m + 16 <= latent else load16_part(c, at, latent - m), a)
+        store16(work, j + m, a)
+        m += 16
+
+
+# %% [markdown]
+# Up to four queries meet one tile. They may be heads of one token, which see the same positions, or reach into the next token, which sees
+# one more: what all four see is done together, the rest one by one. Scores are the dot product of chapter 1.3, whose bits
+# do not depend on its neighbours.
+
+# %% tags=["export"]
+@njit(**INNER)
+def _visit(c, start, pos, heads, width, latent, work, o, pitch, s, g, rows):
+    """Queries g..g+rows, at most four, meet the tile of cache rows from `start`; maxima, sums and contexts move on.
+
+    Query r is of the token at pos + r // heads and sees positions up to its own.
+    """
+    i, j = start * width, g * pitch
+    common = max(0, min(TILE, pos + g // heads + 1 - start)) if rows == 4 else 0
+    fours = common - common % 4
+    paired = latent - latent % 32 if common else 0
+    for p in range(0, fours, 4):
+        _rows4_tokens4(c, i + p * width, width, work, j, pitch, s, 0, p)
+    for r in range(rows):
+        n = max(0, min(TILE, pos + (g + r) // heads + 1 - start))
+        for p in range(fours, n):
+            s[r, p] = _dot(c, i + p * width, work, j + r * pitch, width)
+        if n:
+            end = j + (r + 1) * pitch
+            work[end - 2], work[end - 1], shrink = _softmax_tile(s[r, :n], work[end - 2], work[end - 1])
+            if shrink != _ONE:
+                for m in range(j + r * pitch + o, j + r * pitch + o + latent):
+                    work[m] *= shrink
+    for m in range(0, paired, 32):
+        _context4(c, i + m, common, width, s, work, j + o + m, pitch)
+    for r in range(rows):
+        n = max(0, min(TILE, pos + (g + r) // heads + 1 - start))
+        _context1(c, i + common * width, width, s[r, common:n], work, j + r * pitch + o, 0, paired)
+        _context1(c, i, width, s[r, :n], work, j + r * pitch + o, paired, latent)
+
+
+# %% [markdown]
+# The value rows read the finished context, and the division by $l$ comes last: 128 divisions a head instead of one for every position.
+
+# %% tags=["export"]
+@njit(**INNER)
+def _value(w, i, latent, work, j, total, out, t, first, v):
+    "out[t, first:first+v] = W_uv work[j:] / total; the value rows begin at w[i]."
+    whole = v - v % 4
+    for n in range(0, whole, 4):
+        _rows4(w, i + n * latent, latent, work, j, out, t, first + n)
+    for n in range(whole, v):
+        out[t, first + n] = _dot(w, i + n * latent, work, j, latent)
+    for n in range(first, first + v):
+        out[t, n] /= total
+
+
+# %% [markdown]
+# `kv_b_proj` arrives as blocks of whole heads and goes by once. An item of work is up to 16 heads: start their queries, walk the cache once,
+# read the values. A tile (64 rows of 2,304 bytes) stays in the core's cache while all the item's queries visit it. A long chunk
+# is taken eight tokens at a time, so that scratch never grows with the chunk or the context.
+
+# %% tags=["export"]
+@njit(**INNER)
+def _heads(item, span, kv_b, first, x, cache, pos, v, work, s, out):
+    "What _attend does for heads item*span .. (item+1)*span of the block."
+    latent, width, pitch = kv_b.shape[1], cache.shape[1], work.shape[2]
+    nope, o = x.shape[2] - (width - latent), (width + 15) // 16 * 16
+    each, h = nope + v, item * span
+    heads = min(span, kv_b.shape[0] // each - h)
+    scale = _ONE / np.sqrt(np.float32(x.shape[2]))
+    w, c, flat = kv_b.reshape(-1), cache.reshape(-1), work[item].reshape(-1)
+    for t in range(0, x.shape[0], SLICE):
+        tokens = min(SLICE, x.shape[0] - t)
+        rows = tokens * heads
+        for r in range(rows):
+            head = h + r % heads
+            _start(w, head * each * latent, latent, x[t + r // heads, first + head], nope, scale, work[item, r], o)
+        for start in range(0, pos + t + tokens, TILE):
+            for g in range(0, rows, 4):
+                _visit(c, start, pos + t, heads, width, latent, flat, o, pitch, s[item], g, min(4, rows - g))
+        for r in range(rows):
+            head = h + r % heads
+            _value(w, (head * each + nope) * latent, latent, flat, r * pitch + o, flat[(r + 1) * pitch - 1],
+                   out, t + r // heads, (first + head) * v, v)
+
+
+@njit(parallel=True, **KERNEL)
+def _attend(items, span, kv_b, first, x, cache, pos, v, work, s, out):
+    for item in prange(items):
+        _heads(item, span, kv_b, first, x, cache, pos, v, work, s, out)
+
+
+def attend(kv_b, q, cache, pos, v):
+    """Causal attention on the latent cache, float32 [T, heads*v], of queries `q` float32 [T, heads, nope+rope] at pos .. pos+T-1.
+
+    `kv_b` is the matrix kv_b_proj, per head its nope key rows, then its v value rows; it is taken once, in blocks of whole
+    heads. `cache` float32 [capacity, latent+rope] holds [c | r] of all positions up to pos+T-1. The bits of a head and
+    token depend on nothing but that head, that token and the cache before it. Raises ValueError where shapes do not fit.
+    """
+    T, heads, d = q.shape
+    latent, width = kv_b.shape[1], cache.shape[1]
+    each = d - (width - latent) + v
+    if kv_b.shape[0] != heads * each or not latent <= width <= latent + d or pos + T > len(cache):
+        raise ValueError(f"attend: queries {q.shape} at position {pos}, cache {cache.shape}, kv_b_proj {kv_b.shape} and values of {v} do not fit")
+    pitch = -(-width // 16) * 16 + -(-latent // 16) * 16 + 16
+    out = np.empty((T, heads * v), np.float32)
+    for first, rows in kv_b.blocks(each):
+        if len(rows) % each:
+            raise ValueError(f"attend: a block of kv_b_proj has {len(rows)} rows, expected whole heads of {each}")
+        here = len(rows) // each
+        span = min(16, 4 * -(-here // (4 * get_num_threads())))
+        items = -(-here // span)
+        work, s = aligned((items, min(T, SLICE) * span, pitch)), aligned((items, 4, TILE))
+        _attend(items, span, rows, first // each, q, cache, pos, v, work, s, out)
+    return out
+
+
+# %% [markdown]
+# First the table of 3.1.1, through the kernel: at position 0 the value is $(4,0)$, at position 1 it is $(3,2)$.
+
+# %%
+hand_w = np.concatenate([W_uk, W_uv]).astype(np.float32)
+hand_q = np.array([[[2, 0, 1, q_r]]], np.float32)
+hand_cache = np.array([[1, 0, 0], [0, 1, 1]], np.float32)
+hand = np.concatenate([attend(Rows(hand_w), hand_q, hand_cache, pos, 2) for pos in (0, 1)])
+print(hand.round(5).tolist())
+assert np.allclose(hand, [[4, 0], [3, 2]], atol=1e-6)
+
+# %% [markdown]
+# Then shapes that fill no vector, several tiles, scores in the hundreds, float32 and bf16 weights, against float64.
+
+# %%
+def case(heads, nope, rope, v_dim, latent, T, pos, hot=1.0):
+    "Random (kv_b, q, cache) of a shape."
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    return draw(heads * (nope + v_dim), latent) / np.float32(latent ** .5), draw(T, heads, nope + rope) * np.float32(hot), draw(pos + T, latent + rope)
+
+
+def to_bf16(a):
+    "The upper halves, uint16."
+    return (a.view(np.uint32) >> 16).astype(np.uint16)
+
+
+for heads_, nope_, rope_, v_, latent_, T, pos, hot in ((5, 7, 3, 9, 50, 11, 130, 1), (4, 16, 4, 8, 96, 9, 60, 1), (1, 12, 0, 4, 33, 70, 5, 1),
+                                                       (6, 128, 64, 128, 512, 3, 200, 1), (3, 16, 8, 6, 48, 20, 300, 100)):
+    w, q, rows = case(heads_, nope_, rope_, v_, latent_, T, pos, hot)
+    bits = to_bf16(w)
+    for kind, matrix, exact in (("float32", w, w), ("bf16", bits, bf16_to_float32(bits))):
+        y, expected = attend(Rows(matrix), q, rows, pos, v_), absorbed64(exact, q, rows, pos, v_)
+        far = off(y.reshape(expected.shape), expected)
+        assert np.isfinite(y).all() and far < (1e-4 if hot > 1 else TOLERANCE), (heads_, kind, far)
+    print(f"{heads_} heads, key {nope_}+{rope_}, value {v_}, latent {latent_}, {pos}+{T} positions, scores x{hot}: fits")
+
+# %% [markdown]
+# The hot case is allowed 1e-4: a score near 1,000 carries the absolute error of float32 there, and $e^s$ turns it into a relative one.
+#
+# ## 3.1.6 The layer
+#
+# Projections in, cache row out, attention, gate, projection back. The two latent norms use 1e-6 whatever `rms_norm_eps` says: the
+# reference class's default, which the config does not mention.
 
 # %% tags=["export"]
 @njit(**KERNEL)
@@ -116,38 +497,280 @@ def _gate(o, g):
             o[t, i] *= sigmoid(g[t, i])
 
 
-# %% tags=["export"]
-def mla_layer(W, x, cache, pos, heads, nope, rope, v_dim, eps_latent=1e-6):
-    """One layer's attention, float32 [T, H], for normed input `x` float32 [T, H] at positions pos .. pos + T - 1.
+MLA_ORDER = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "g_proj", "o_proj")
 
-    `cache` float32 [capacity, kv_lora + rope] holds a normed latent and the shared extra dims of every position before `pos`
-    and receives those of `x`. `W` maps each name of MLA_ORDER to a matrix or a float32 vector; each is taken once, in that
-    order. Query and value are mapped through kv_b_proj a block of whole heads at a time, so no head's keys or values are ever
-    expanded over positions. Any cut of the tokens into calls gives the same bits. `eps_latent`: of the two latent norms.
+
+def mla_layer(W, x, cache, pos, heads, nope, rope, v_dim, eps_latent=1e-6):
+    """One layer's attention, float32 [T, H], for normed input `x` float32 [T, H] at positions pos .. pos+T-1, T >= 1.
+
+    `W` maps each name of MLA_ORDER to a matrix or a float32 vector; each is taken once, in that order. `cache` float32
+    [capacity, kv_lora+rope] holds the rows before `pos` and receives [normed latent | extra dims] of `x`. Any cut of the
+    tokens into calls gives the same bits. `eps_latent` is the epsilon of the two latent norms.
     """
-    T, rank = len(x), cache.shape[1] - rope
-    q = rms_norm(linear(W["q_a_proj"], x), W["q_a_layernorm"], eps_latent)
-    q = linear(W["q_b_proj"], q).reshape(T, heads, nope + rope)
+    T, latent = len(x), cache.shape[1] - rope
+    if pos + T > len(cache):
+        raise ValueError(f"mla_layer: positions {pos} to {pos + T - 1} do not fit a cache of {len(cache)}")
+    low = rms_norm(linear(W["q_a_proj"], x), W["q_a_layernorm"], eps_latent)
+    q = linear(W["q_b_proj"], low).reshape(T, heads, nope + rope)
     kv = linear(W["kv_a_proj_with_mqa"], x)
-    cache[pos:pos + T, :rank] = rms_norm(np.ascontiguousarray(kv[:, :rank]), W["kv_a_layernorm"], eps_latent)
-    cache[pos:pos + T, rank:] = kv[:, rank:]
-    past, n = cache[:pos + T], pos + T
-    scale = np.float32((nope + rope) ** -0.5)
-    o = np.empty((T, heads, v_dim), np.float32)
-    per_head = nope + v_dim
-    group = max(1, SCORES // (T * n))
-    for row, block in W["kv_b_proj"].blocks(multiple=per_head):
-        for h in range(row // per_head, (row + len(block)) // per_head, group):
-            m = min(group, (row + len(block)) // per_head - h)
-            w = block[h * per_head - row:(h + m) * per_head - row]
-            queries = np.empty((T * m, rank + rope), np.float32)
-            _queries(w, q, h, m, nope, rope, rank, scale, np.empty((m, -(-rank // 16) * 16), np.float32), queries)
-            scores = np.empty((T * m, n), np.float32)
-            _matmul(past, queries, scores, 0)
-            _softmax(scores, m, pos)
-            context = np.empty((T * m, -(-rank // 16) * 16), np.float32)
-            _context(scores, past, m, pos, rank, context)
-            _values(w, context, h, m, nope, v_dim, rank, o)
-    o = o.reshape(T, -1)
+    cache[pos:pos + T, :latent] = rms_norm(np.ascontiguousarray(kv[:, :latent]), W["kv_a_layernorm"], eps_latent)
+    cache[pos:pos + T, latent:] = kv[:, latent:]
+    o = attend(W["kv_b_proj"], q, cache, pos, v_dim)
     _gate(o, linear(W["g_proj"], x))
     return linear(W["o_proj"], o)
+
+
+# %% [markdown]
+# The fixture: nine tokens in one call, then three single ones, output and both halves of the cache.
+
+# %%
+matrices = {name: Rows(w) if w.ndim == 2 else w for name, w in weights.items()}
+
+
+def run(cuts):
+    "The layer over the fixture's twelve tokens, cut as `cuts` says: (output, cache)."
+    cache, out, pos = np.zeros((12, 20), np.float32), [], 0
+    for T in cuts:
+        out.append(mla_layer(matrices, x[pos:pos + T], cache, pos, **dims))
+        pos += T
+    return np.concatenate(out), cache
+
+
+y, cache = run([9, 1, 1, 1])
+for name, found, expected in (("output", y, truth), ("latent rows", cache[:, :16], fixture["cache_latent"]),
+                              ("extra dims", cache[:, 16:], fixture["cache_rope"])):
+    print(f"{name:12} within 1e-5: {off(found, expected) < TOLERANCE}")
+    assert off(found, expected) < TOLERANCE
+
+# %% [markdown]
+# How a prompt is cut must not show. Here every cut gives the same bytes, output and cache; so does every cut of `kv_b_proj` into blocks.
+
+# %%
+class Cut(Rows):
+    "A matrix that arrives one head at a time."
+
+    def blocks(self, multiple=1):
+        for first in range(0, len(self.array), multiple):
+            yield first, self.array[first:first + multiple]
+
+
+cuts = ([12], [1] * 12, [5, 7], [11, 1], [2, 3, 4, 3])
+equal = all(a.tobytes() == b.tobytes() for cut in cuts for a, b in zip(run(cut), (y, cache)))
+whole_block = matrices["kv_b_proj"]
+matrices["kv_b_proj"] = Cut(weights["kv_b_proj"])
+equal_blocks = run([12])[0].tobytes() == y.tobytes()
+matrices["kv_b_proj"] = whole_block
+print("cuts of the prompt:", equal, "  one head a block:", equal_blocks)
+assert equal and equal_blocks
+
+# %% [markdown]
+# ## 3.1.7 Six layers that still print fluent text
+#
+# Each is the reference with one thing wrong. The gate is the fixture at 1e-5. The epsilon is the treacherous one: harmless on a loud
+# latent, and this fixture has quiet tokens.
+
+# %%
+def rotated(a):
+    "RoPE, as other models would do it here: pairs of extra dims turn by an angle that grows with the position."
+    half = a.shape[-1] // 2
+    angle = np.arange(len(a))[:, None, None] * 10000.0 ** (-np.arange(half) / half)
+    even, odd = a[..., :half], a[..., half:]
+    return np.concatenate([even * np.cos(angle) - odd * np.sin(angle), even * np.sin(angle) + odd * np.cos(angle)], -1)
+
+
+wrong = {
+    "softmax scale over nope alone": dict(scale_dims=12),
+    "extra dims rotated": dict(extra=rotated),
+    "extra dims dropped": dict(extra=np.zeros_like),
+    "value rows before key rows": dict(value_first=True),
+    "1e-5 in the latent norms": dict(eps=1e-5),
+    "no output gate": dict(gated=False),
+}
+variants = {name: mla64(weights, x, **dims, **change) for name, change in wrong.items()}
+print(f"{'as built':30} {'passes' if off(y) < TOLERANCE else 'FAILS'}")
+for name, bad in variants.items():
+    print(f"{name:30} {'passes' if off(bad) < TOLERANCE else 'fails'}, off by {off(bad):.2g}")
+assert off(y) < TOLERANCE and all(off(bad) > 1e-2 for bad in variants.values())
+
+# %% [markdown]
+# Two of them again through the exported layer itself, where a caller could make the mistake: the wrong epsilon handed in, and
+# rows of `kv_b_proj` reordered.
+
+# %%
+def layer(eps=1e-6, **changed):
+    W = matrices | {name: Rows(w) for name, w in changed.items()}
+    return mla_layer(W, x, np.zeros((12, 20), np.float32), 0, **dims, eps_latent=eps)
+
+
+by_head = weights["kv_b_proj"].reshape(3, 22, 16)
+swapped = np.concatenate([by_head[:, 12:], by_head[:, :12]], 1).reshape(66, 16)
+for name, bad in (("1e-5", layer(eps=1e-5)), ("value rows first", layer(kv_b_proj=swapped))):
+    print(f"{name:18} {'passes' if off(bad) < TOLERANCE else 'fails'}, off by {off(bad):.2g}")
+    assert off(bad) > 1e-2
+
+# %% [markdown]
+# ### Look: the weights themselves
+#
+# Attention can be made to print its weights: give it one-hot latents, keys as the columns of $W_{uk}$ and the identity as $W_{uv}$, and
+# $u$ is $p$. Anything above the diagonal would be a look into the future; a lost scale or extra dim would change the pattern.
+
+# %%
+low = rms_norm(linear(matrices["q_a_proj"], x), weights["q_a_layernorm"], 1e-6)
+q = linear(matrices["q_b_proj"], low).reshape(12, 3, 16)
+keys = np.einsum("hnl,pl->hnp", by_head[:, :12], cache[:, :16])
+printer = np.concatenate([keys, np.broadcast_to(np.eye(12, dtype=np.float32), (3, 12, 12))], 1).reshape(72, 12)
+one_hot = np.concatenate([np.eye(12, dtype=np.float32), cache[:, 16:]], 1)
+p = attend(Rows(np.ascontiguousarray(printer)), q, one_hot, 0, 12).reshape(12, 3, 12)
+
+fig, axes = plt.subplots(1, 3, sharey=True)
+for h, ax in enumerate(axes):
+    image = ax.imshow(p[:, h], vmin=0, vmax=1)
+    ax.set(title=f"head {h}", xlabel="position read", xticks=(0, 4, 8), yticks=(0, 4, 8))
+axes[0].set_ylabel("position reading")
+fig.colorbar(image, ax=axes, label="weight", shrink=.7)
+fig.suptitle("No weight above the diagonal: no head reads the future", fontsize=10, x=.02, ha="left")
+plt.show()
+assert np.allclose(p.sum(2), 1, atol=1e-6) and (np.triu(p.transpose(1, 0, 2), 1) == 0).all()
+
+# %% [markdown]
+# ## 3.1.8 Make it fast
+#
+# One token, 16 heads of K3's width. The rungs: expand keys and values from the cached latents in NumPy; absorb, in NumPy; a kernel that reads
+# the cache once per head, scores first, then weights, then context; and the kernel above, where four heads share each row and
+# the cache goes by once.
+
+# %%
+@njit(**KERNEL)
+def _plain(queries, cache, latent, s, u):
+    "One query after another over the whole cache: scores, softmax, context."
+    for h in range(len(queries)):
+        for p in range(len(cache)):
+            s[p] = dot(cache[p], queries[h])
+        top = s.max()
+        total = np.float32(0)
+        for p in range(len(cache)):
+            s[p] = exp(s[p] - top)
+            total += s[p]
+        for p in range(len(cache)):
+            for m in range(latent):
+                u[h, m] += s[p] / total * cache[p, m]
+
+
+def expand(kv_b, q, cache, v):
+    heads, latent = q.shape[1], kv_b.shape[1]
+    kv = (cache[:, :latent] @ kv_b.T).reshape(len(cache), heads, -1)
+    s = (np.einsum("hd,phd->hp", q[0, :, :-64], kv[..., :-v]) + q[0, :, -64:] @ cache[:, latent:].T) * np.float32(q.shape[2] ** -.5)
+    return np.einsum("hp,phv->hv", softmax64(s), kv[..., -v:])
+
+
+def absorb(kv_b, q, cache, v, kernel=None):
+    w, latent = kv_b.reshape(q.shape[1], -1, kv_b.shape[1]), kv_b.shape[1]
+    queries = np.concatenate([np.einsum("hn,hnl->hl", q[0, :, :-64], w[:, :-v]), q[0, :, -64:]], 1) * np.float32(q.shape[2] ** -.5)
+    if kernel is None:
+        u = softmax64(queries @ cache.T) @ cache[:, :latent]
+    else:
+        u = np.zeros((len(w), latent), np.float32)
+        kernel(queries, cache, latent, np.empty(len(cache), np.float32), u)
+    return np.einsum("hvl,hl->hv", w[:, -v:], u)
+
+
+# %% [markdown]
+# Every rung gives the answer before it is timed. Bytes are what has to move from memory: the weights of 16 heads in float32, or in bf16 for the
+# last rung, and the cache as often as it is read. NumPy's matrix products here are BLAS; the exported path has none.
+
+# %%
+w, q, rows = case(16, nope, rope, v_dim, latent, 1, timed_positions - 1)
+w = bf16_to_float32(to_bf16(w))
+resident = Rows(to_bf16(w))
+cache_bytes = rows.nbytes
+ladder = [
+    ("expand, NumPy", lambda: expand(w, q, rows, v_dim), w.nbytes + cache_bytes + 2 * timed_positions * 16 * 256 * 4),
+    ("absorb, NumPy", lambda: absorb(w, q, rows, v_dim), w.nbytes + 2 * cache_bytes),
+    ("absorb, one head at a time", lambda: absorb(w, q, rows, v_dim, _plain), w.nbytes + 32 * cache_bytes),
+    ("four heads a row, one pass", lambda: attend(resident, q, rows, timed_positions - 1, v_dim), w.nbytes // 2 + 2 * cache_bytes),
+]
+expected = absorbed64(w, q, rows, timed_positions - 1, v_dim)[0]
+for name, rung, nbytes in ladder:
+    far = off(rung().reshape(16, -1), expected)
+    print(f"{name:28} {nbytes / 1e6:6.1f} MB moved, within 1e-5: {far < TOLERANCE}")
+    assert far < TOLERANCE
+
+# %% tags=["nbval-ignore-output"]
+def median_seconds(work, repeat=9):
+    times = []
+    for _ in range(repeat):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return np.median(times)
+
+
+fma = 16 * timed_positions * absorbed_fma
+for name, rung, _ in ladder:
+    seconds = median_seconds(rung)
+    print(f"{name:28} {seconds * 1e3:7.2f} ms, {fma / seconds / 1e9:5.1f} G useful multiply-adds/s")
+
+# %% [markdown]
+# What failed first: the first version of the one-pass kernel was three times slower on hot scores than on mild ones. Weights between
+# $e^{-87}$ and $e^{-104}$ are subnormal, and a multiply-add that meets one leaves the fast path of the CPU. Hence the cut at $e^{-60}$.
+
+# %%
+@njit(**KERNEL)
+def _repeat_context(rows, s, u, times):
+    for _ in range(times):
+        for m in range(0, 512, 32):
+            _context4(rows, m, TILE, 576, s, u, m, 512)
+
+
+tile = aligned((TILE * 576,))
+tile[:] = rng.normal(size=tile.size)
+mild, subnormal = (np.full((4, TILE), value, np.float32) for value in (1e-3, 1e-40))
+print("smallest weight exp gives:", f"{np.float32(exp(np.float32(-103))):.1e}", "  smallest weight kept:", f"{np.exp(-60.0):.1e}")
+_repeat_context(tile, mild, np.zeros(2048, np.float32), 1)
+
+# %% tags=["nbval-ignore-output"]
+fast, slow = (median_seconds(lambda: _repeat_context(tile, s, np.zeros(2048, np.float32), 100)) for s in (mild, subnormal))
+print(f"a tile of context with normal weights {fast * 1e4:.1f} us, with subnormal ones {slow * 1e4:.1f} us")
+
+# %% [markdown]
+# ## 3.1.9 Cost for K3
+#
+# One layer at full width and 4,096 positions, measured. A step of the whole model takes about 6 s on two cores (it reads 135 GB of weights),
+# of which the 24 MLA layers may take a tenth.
+
+# %% tags=["nbval-ignore-output"]
+w, q, rows = case(heads, nope, rope, v_dim, latent, 1, full_positions - 1)
+resident = Rows(to_bf16(w))
+attend(resident, q, rows, full_positions - 1, v_dim)
+seconds = median_seconds(lambda: attend(resident, q, rows, full_positions - 1, v_dim), 5)
+alone = median_seconds(lambda: attend(resident, q, rows, 0, v_dim), 5)
+fma = heads * full_positions * absorbed_fma
+print(f"{get_num_threads()} threads: {seconds * 1e3:.1f} ms a layer, {fma / seconds / 1e9:.0f} G multiply-adds/s, "
+      f"{24 * seconds:.2f} s for 24 layers; at position 0 {24 * alone:.2f} s")
+
+# %% [markdown]
+# And in bytes: what the projections weigh, what a position adds, what the scratch takes.
+
+# %%
+hidden, q_lora = 7168, 1536
+shapes = {"q_a_proj": (q_lora, hidden), "q_b_proj": (heads * (nope + rope), q_lora), "kv_a_proj_with_mqa": (latent + rope, hidden),
+          "kv_b_proj": (heads * (nope + v_dim), latent), "g_proj": (heads * v_dim, hidden), "o_proj": (hidden, heads * v_dim)}
+total = sum(2 * n * k for n, k in shapes.values())
+for name, (n, k) in shapes.items():
+    print(f"{name:20} {n:>6} x {k:<6} {2 * n * k / 1e6:7.1f} MB")
+print(f"{'together':36} {total / 1e6:7.1f} MB a layer, {24 * total / 1e9:.2f} GB a token")
+print(f"cache: {4 * (latent + rope):,} bytes a position and layer, {24 * 4 * (latent + rope) * full_positions / 1e6:.0f} MB at {full_positions:,} positions")
+print(f"scratch: {heads * 4 * (576 + 512 + 16) / 1e6:.2f} MB for one token, {SLICE * heads * 4 * (576 + 512 + 16) / 1e6:.2f} MB for eight or more")
+
+# %% [markdown]
+# ## Summary
+#
+# - Keys and values are linear in a latent of 512, so the query goes to the latent and 576 numbers a position are the whole cache.
+# - Softmax in one pass needs tiles that belong to positions, not to calls; then every cut of the prompt gives the same bits.
+# - The scale counts all 192 dims, the extra 64 are used as they are, key rows come first, and the latent norms have their own epsilon.
+#
+# **Exercises.** 1. From which context on would it pay, in multiply-adds, to expand the keys and values of a chunk of $T$ tokens once instead of
+# absorbing? Count both with `expanded_fma`, `absorbed_fma` and the cost of expanding a position. 2. Keep the cache in bf16: how far do
+# outputs of the fixture move, and is that inside the gate? 3. Remove `_FAINT` and time `case(..., hot=30)` again.
+#
+# Next: a layer chooses which depth to read. [3.2 Residuals](02_residual.ipynb)
