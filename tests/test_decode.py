@@ -120,3 +120,15 @@ def test_report_is_plain_data():
     model.close()
     assert set(tree) == {f.name for f in dataclasses.fields(k3lib.Report)} | {"compute_seconds"}
     assert 12 * 4 < tree["expert_requests"] <= 3 * 12 * 4 and tree["expert_hits"] < tree["expert_requests"]
+
+
+@pytest.mark.skipif(decode.read_call_bytes() is None, reason="this system does not count the bytes of read calls")
+def test_bytes_read_are_those_the_kernel_counted():
+    model = k3lib.load(MODEL)
+    list(model.generate([1, 2], 2))
+    report = model.report
+    model.close()
+    assert sum(report.bytes_read.values()) <= report.asked_bytes
+    # The kernel also counts what other code read meanwhile (modules, caches), and gives no bytes past a file's end.
+    assert abs(report.kernel_bytes - report.asked_bytes) < 2_000_000
+    assert report.kernel_bytes > sum(report.bytes_read.values())

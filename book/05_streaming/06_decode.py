@@ -113,6 +113,15 @@ def peak_bytes():
     return _status("VmHWM")
 
 
+def read_call_bytes():
+    "Bytes this process has been given by read calls, as the kernel counts them (rchar), or None where it does not."
+    try:
+        with open("/proc/self/io") as lines:
+            return next(int(line.split()[1]) for line in lines if line.startswith("rchar:"))
+    except OSError:
+        return None
+
+
 def available_bytes():
     "Bytes this process can still have: what the machine has free, or its cgroup if that is less; None where the system does not tell."
     try:
@@ -367,6 +376,9 @@ class Report:
     expert_requests: int = 0
     expert_hits: int = 0
     files: dict = dataclasses.field(default_factory=dict)
+    asked_bytes: int = 0
+    kernel_bytes: int | None = None
+    read_bytes_per_second: float = 0.0
 
     @property
     def compute_seconds(self):
@@ -389,6 +401,9 @@ class Report:
             ("seconds a step", ", ".join(f"{s:.3g}" for s in self.step_seconds[:6]) + (", ..." if len(self.step_seconds) > 6 else "")),
             ("wall", f"{self.wall_seconds:.2f} s: {self.compute_seconds:.2f} s computing, {self.io_wait_seconds:.2f} s waiting for bytes"),
             ("read", ", ".join(f"{part} {shown_size(n)}" for part, n in self.bytes_read.items())),
+            ("read calls", f"{shown_size(self.asked_bytes)} in whole pages, "
+                           + ("the system keeps no count" if self.kernel_bytes is None else f"the system counted {shown_size(self.kernel_bytes)}, compiled kernels included")
+                           + f"; {shown_size(self.read_bytes_per_second)}/s a reader"),
             ("experts", f"{self.expert_requests} requested, {self.expert_hits} of them resident"),
             ("files", "; ".join(f"{len(names)} {way}" for way, names in how.items())),
             ("peak memory", peak),
@@ -406,7 +421,8 @@ class Report:
 class Decoder(Model):
     "A Model that knows its plan, generates greedily and keeps the account. Made by `load`."
 
-    def __init__(self, config, trunk, experts, plan, threads, path, stop, tokenizer):
+    def __init__(self, config, trunk, experts, plan, threads, path, stop, tokenizer, read_before):
+        self._read_before = read_before
         self.plan, self.threads, self.stop, self.tokenizer = plan, threads, stop, tokenizer
         self._report = Report(str(path), is_synthetic(path), threads, plan)
         super().__init__(config, trunk, experts, plan.context, plan.chunk)
@@ -447,11 +463,14 @@ class Decoder(Model):
     @property
     def report(self):
         "The Report of everything this model has done so far."
-        r = self._report
+        r, files = self._report, self.trunk.files
+        r.asked_bytes, counted = files.moved, read_call_bytes()
+        r.kernel_bytes = None if counted is None else counted - self._read_before
+        r.read_bytes_per_second = sum(files.bytes_read.values()) / files.read_seconds if files.read_seconds else 0.0
         r.peak_rss_bytes = peak_bytes()
-        r.bytes_read = dict(self.trunk.files.bytes_read)
+        r.bytes_read = dict(files.bytes_read)
         r.expert_requests, r.expert_hits = self.experts.requests, self.experts.hits
-        r.files = self.trunk.files.how()
+        r.files = files.how()
         return r
 
 
@@ -510,13 +529,13 @@ def load(path, ram="8GB", threads=None, context=1024, prompt_tokens=None, on_pla
     plan = make_plan(config, checkpoint, budget, context, prompt_tokens)
     if on_plan is not None:
         on_plan(plan)
-    files = Files()
+    files, read_before = Files(), read_call_bytes()
     trunk = Trunk(checkpoint, list(walk_order(config)), plan.pinned, row_multiples(config), files, part_of,
                   plan.slots, plan.slot_bytes, READERS, progress)
     experts = Experts(lambda L, e: list(checkpoint.expert(L, e).values()), files, plan.expert_slots,
                       plan.expert_slot_bytes, EXPERT_READERS)
     stop = frozenset(config.eos_token_ids) | frozenset(tokenizer.stop_ids if tokenizer else ())
-    return Decoder(config, trunk, experts, plan, threads, path, stop, tokenizer)
+    return Decoder(config, trunk, experts, plan, threads, path, stop, tokenizer, read_before)
 
 
 # %% [markdown]
