@@ -2,7 +2,7 @@
 
 Made from book/01_mxfp4/03_linear.py: edit that, then run `make export`.
 """
-# built on mxfp4 daee53fa54cb
+# built on mxfp4 5d2ca6aa3145
 
 import numpy as np
 from llvmlite import ir

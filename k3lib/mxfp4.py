@@ -3,6 +3,8 @@
 Made from book/01_mxfp4/02_mxfp4.py: edit that, then run `make export`.
 """
 
+import math
+
 import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
@@ -345,10 +347,10 @@ def _matmul(packed, scale, halves, out):
 
 def aligned(shape):
     "float32 zeros that begin on a cache line, so that no load of sixteen floats straddles two."
-    size = 4 * int(np.prod(shape))
-    raw = np.zeros(size + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start:start + size].view(np.float32).reshape(shape)
+    size = math.prod(shape)
+    raw = np.zeros(size + 16, np.float32)
+    start = -raw.__array_interface__["data"][0] % 64 // 4
+    return raw[start:start + size].reshape(shape)
 
 
 def mxfp4_matmul(packed, scale, x, out):

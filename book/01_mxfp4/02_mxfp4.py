@@ -19,6 +19,8 @@ ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_
 plt.style.use(ROOT / "book" / "k3.mplstyle")
 
 # %% tags=["export"]
+import math
+
 import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
@@ -741,7 +743,7 @@ def _rows4_tokens4(p, s, r, x, t, groups, out):
 
 
 # %% [markdown]
-# The driver cuts the matrix into tiles of sixteen rows, small enough for the nearest cache, and walks all tokens over a tile before the
+# The driver cuts the matrix into tiles of sixteen rows, 30 KB here, which the nearest cache holds, and walks all tokens over a tile before the
 # next one. Tiles are independent, so threads may take them in any way.
 
 # %% tags=["export"]
@@ -781,10 +783,10 @@ def _matmul(packed, scale, halves, out):
 # %% tags=["export"]
 def aligned(shape):
     "float32 zeros that begin on a cache line, so that no load of sixteen floats straddles two."
-    size = 4 * int(np.prod(shape))
-    raw = np.zeros(size + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start:start + size].view(np.float32).reshape(shape)
+    size = math.prod(shape)
+    raw = np.zeros(size + 16, np.float32)
+    start = -raw.__array_interface__["data"][0] % 64 // 4
+    return raw[start:start + size].reshape(shape)
 
 
 def mxfp4_matmul(packed, scale, x, out):
@@ -913,7 +915,7 @@ S = rng.integers(110, 127, (matrices, intermediate, latent // GROUP), np.uint8)
 x1, x4 = (rng.standard_normal((t, latent)).astype(np.float32) for t in (1, 4))
 out1, out4 = (np.empty((t, intermediate), np.float32) for t in (1, 4))
 halves[...] = x1.reshape(1, 112, 16, 2).swapaxes(-1, -2)
-crooked = aligned(4 * latent + 4)[4:].reshape(4, 112, 2, 16)  # 16 bytes past a cache line
+crooked = aligned((4 * latent + 4,))[4:].reshape(4, 112, 2, 16)  # 16 bytes past a cache line
 crooked[...] = x4.reshape(4, 112, 16, 2).swapaxes(-1, -2)
 
 
