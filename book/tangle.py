@@ -11,11 +11,13 @@ import argparse
 import ast
 import hashlib
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import jupytext
 import nbformat
+from IPython.paths import get_ipython_cache_dir
 from nbclient import NotebookClient
 
 BOOK = Path(__file__).resolve().parent
@@ -86,6 +88,8 @@ def notebook(source):
 
 
 def execute(source):
+    "Run a chapter from nothing: numba's cache of notebook cells does not see that a kernel another cell inlines has changed."
+    shutil.rmtree(Path(get_ipython_cache_dir()) / "numba_cache", ignore_errors=True)
     nb = notebook(source)
     NotebookClient(nb, timeout=600, record_timing=False, resources={"metadata": {"path": source.parent}}).execute()
     nb.metadata = notebook(source).metadata
