@@ -1,5 +1,35 @@
 # %% [markdown]
-# # 3.2 Block attention residuals
+# # 3.2 Block attention residuals: a layer chooses its depth
+#
+# In most transformers a layer reads the sum of everything below it. K3's layers read a *mixture* instead: softmax weights, computed
+# anew for each token, over the embedding, the sums of earlier blocks of twelve layers, and the sum so far. At the end you can mix, walk
+# the blocks of any model, and show ten wrong versions failing their gates.
+#
+# [3.1 Latent attention](01_mla.ipynb) · [contents](../README.md) · [4.1 The router](../04_moe_router/01_router.ipynb)
+#
+# | symbol | meaning | shape in K3 | in code |
+# |---|---|---|---|
+# | $b_0$ | the embedding, first of the sources | 7168 | `sources[0]` |
+# | $b_1 \dots$ | finished block sums: what twelve layers added together | 7168 each | `sources[1:n-1]` |
+# | $p$ | running sum of the present block, the last source | 7168 | `sources[n-1]` |
+# | $w_n$ | norm weight, `*_res_norm` | 7168 | `norm_w` |
+# | $w_q$ | projection to one score, `*_res_proj` | 7168 | `proj_w` |
+# | $a_s$ | mixing weights over sources | up to 9 | `weights` |
+# | $h$ | what the layer's norm and its attention or experts see | 7168 | `out` |
+#
+# Equations: the published modelling code; `attn_res_block_size` is 12 in the config.
+
+# %%
+import time
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from safetensors.numpy import load_file
+
+from k3lib.checkpoint import Checkpoint
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+plt.style.use(ROOT / "book" / "k3.mplstyle")
 
 # %% tags=["export"]
 import numpy as np
@@ -9,6 +39,58 @@ from k3lib.linear import KERNEL, dot, exp, fma
 
 _ZERO, _LOWEST, _FAINT = np.float32(0), np.float32(-np.inf), np.float32(-60)
 
+# %% tags=["parameters"]
+seed = 32
+toy_layers = 8  # of the walk in 3.2.5
+toy_block = 3
+
+# %% [markdown]
+# ## 3.2.1 By hand: two sources
+#
+# Width 2, norm weight 1, projection $w_q = (\tfrac52\ln 3,\ 0)$, no epsilon.
+#
+# | source | $\mathrm{rms}$ | normed | score | weight |
+# |---|---|---|---|---|
+# | $b_0 = (1, 1)$ | 1 | (1, 1) | 2.5 ln 3 | ¼ |
+# | $p = (7, 1)$ | 5 | (1.4, 0.2) | 3.5 ln 3 | ¾ |
+#
+# $h = ¼(1,1) + ¾(7,1) = (5.5, 1)$. The norm is for the score alone: the sources are mixed as they are. Ten times $p$ has the same score and
+# the same weight, and gives $h = (52.75, 7.75)$: a loud source stays loud, but cannot shout its way into the choice.
+#
+# ## 3.2.2 The mix, in float64
+#
+# $$a_s = \mathrm{softmax}_s \big\langle \mathrm{RMSNorm}(b_s) \odot w_n,\ w_q \big\rangle, \qquad h = \sum_s a_s\, b_s$$
+
+# %%
+def rms64(x, eps):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+
+
+def softmax64(s):
+    e = np.exp(s - s.max(0))
+    return e / e.sum(0)
+
+
+def weights64(sources, norm_w, proj_w, eps):
+    "float64 [n, T] of `sources` [n, T, H]."
+    return softmax64((rms64(np.asarray(sources, np.float64), eps) * norm_w * proj_w).sum(-1))
+
+
+def mix64(sources, norm_w, proj_w, eps):
+    return (weights64(sources, norm_w, proj_w, eps)[..., None] * sources).sum(0)
+
+
+hand = np.array([[[1., 1]], [[7, 1]]])
+hand_norm, hand_proj = np.ones(2), np.array([2.5 * np.log(3), 0])
+for loud in (1, 10):
+    sources = hand * np.array([1, loud]).reshape(2, 1, 1)
+    print(weights64(sources, hand_norm, hand_proj, 0).ravel().round(6), mix64(sources, hand_norm, hand_proj, 0)[0].round(6))
+
+# %% [markdown]
+# ## 3.2.3 The mix, in float32
+#
+# Norm weight and projection only ever meet as a product, so the score is one dot product over one root, and no normed vector is
+# written anywhere: $\langle b_s,\ w_n \odot w_q\rangle / \sqrt{\overline{b_s^2} + \varepsilon}$. As in 3.1, weights below $e^{-60}$ are 0.
 
 # %% tags=["export"]
 @njit(**KERNEL)
@@ -32,7 +114,7 @@ def _depth_weights(sources, query, eps, weights):
 def depth_weights(sources, n, norm_w, proj_w, eps):
     """float32 [n, T]: softmax over s < n of <RMSNorm(sources[s, t]; eps) * norm_w, proj_w>.
 
-    `sources` float32 [S, T, H], `norm_w` and `proj_w` float32 [H].
+    `sources` float32 [S, T, H], `norm_w` and `proj_w` float32 [H]. Raises ValueError where shapes do not fit.
     """
     S, T, H = sources.shape
     if not 1 <= n <= S or norm_w.shape != (H,) or proj_w.shape != (H,):
@@ -41,6 +123,10 @@ def depth_weights(sources, n, norm_w, proj_w, eps):
     _depth_weights(sources[:n], norm_w * proj_w, eps, weights)
     return weights
 
+
+# %% [markdown]
+# The sum runs over sources in their order, each of the 7168 elements on its own. `out` may not be one of the sources: a first term written over
+# a source would be read again as that source, and later mixes want it too. 3.2.6 shows what comes of it.
 
 # %% tags=["export"]
 @njit(**KERNEL)
@@ -51,16 +137,16 @@ def _weighted_sum(sources, weights, out):
         for i in range(H):
             y[i] = weights[0, t] * sources[0, t, i]
         for s in range(1, n):
-            p, x = weights[s, t], sources[s, t]
+            a, x = weights[s, t], sources[s, t]
             for i in range(H):
-                y[i] = fma(p, x[i], y[i])
+                y[i] = fma(a, x[i], y[i])
 
 
 def mix(sources, n, norm_w, proj_w, eps, out):
-    """out[t] = sum over s < n of p[s, t] * sources[s, t], float32 [T, H], with p = depth_weights: the norm is for the scores alone.
+    """out[t] = sum over s < n of a[s, t] * sources[s, t], float32 [T, H], with a = depth_weights: the norm is for the scores alone.
 
-    Sources are added in their order. Raises ValueError where shapes do not fit, or where `out` shares memory with
-    `sources`, which are still needed: by this sum and by every later mix. Returns `out`.
+    Raises ValueError where shapes do not fit, or where `out` shares memory with `sources`, which this sum and every later
+    mix still read. Returns `out`. The bits of a token depend on that token alone.
     """
     if out.shape != sources.shape[1:]:
         raise ValueError(f"mix: out has shape {out.shape}, expected {sources.shape[1:]}")
@@ -68,3 +154,329 @@ def mix(sources, n, norm_w, proj_w, eps, out):
         raise ValueError("mix: out shares memory with sources, which later mixes still read")
     _weighted_sum(sources[:n], depth_weights(sources, n, norm_w, proj_w, eps), out)
     return out
+
+
+# %%
+hand32 = hand.astype(np.float32)
+y = mix(hand32, 2, np.ones(2, np.float32), hand_proj.astype(np.float32), 0.0, np.empty((1, 2), np.float32))
+print(y.round(5).tolist())
+assert np.allclose(y, [[5.5, 1]], rtol=1e-6)
+
+# %% [markdown]
+# `fixtures/ops/attn_res` holds nine sources whose size runs from 1e-3 to 1e4, mixed by fla-core's reference in float64 for $n = 1 \dots 9$,
+# and once with scores in the hundreds. Allowed: 1e-5 of the largest output. One source must come back as it is.
+
+# %%
+TOLERANCE = 1e-5
+fixture = load_file(ROOT / "fixtures/ops/attn_res.safetensors")
+sources, norm_w, proj_w = fixture["sources"], fixture["norm_weight"], fixture["proj"]
+
+
+def off(found, expected):
+    "Largest difference over the largest expected magnitude; infinity if anything is not finite."
+    far = np.abs(found - expected.astype(np.float64)).max() / np.abs(expected).max()
+    return far if np.isfinite(far) else np.inf
+
+
+def mixed(n, proj=proj_w):
+    return mix(sources, n, norm_w, proj, 1e-5, np.empty(sources.shape[1:], np.float32))
+
+
+worst = max(off(mixed(n), fixture[f"out_{n}"]) for n in range(1, 10))
+worst_weight = max(off(depth_weights(sources, n, norm_w, proj_w, 1e-5), fixture[f"weights_{n}"]) for n in range(1, 10))
+hot = off(mixed(9, fixture["proj_hot"]), fixture["out_hot"])
+print("mixes of 1 to 9:", worst < TOLERANCE, "  their weights:", worst_weight < TOLERANCE, "  hot scores:", hot < TOLERANCE)
+print("one source returns itself, bit for bit:", np.array_equal(mixed(1), sources[0]))
+assert max(worst, worst_weight, hot) < TOLERANCE and np.array_equal(mixed(1), sources[0])
+
+# %% [markdown]
+# Tokens do not see each other: five at once and one at a time are the same bytes.
+
+# %%
+each = [mix(np.ascontiguousarray(sources[:, t:t + 1]), 9, norm_w, proj_w, 1e-5, np.empty((1, 64), np.float32)) for t in range(5)]
+alone = np.concatenate(each).tobytes() == mixed(9).tobytes()
+print("chunk and single tokens, byte for byte:", alone)
+assert alone
+
+# %% [markdown]
+# ## 3.2.4 Seven wrong mixes
+#
+# Each would print fluent text. The gate is the worst of the nine mixes, and the hot one.
+
+# %%
+def wrong_mix(scores=lambda b: rms64(b, 1e-5) * norm_w, values=lambda b: b, weigh=softmax64):
+    "A mix with one part replaced: mixes of 2 .. 9 sources, then the hot one."
+    def one(b, proj):
+        return (weigh((scores(b) * proj).sum(-1))[..., None] * values(b)).sum(0)
+    b = sources.astype(np.float64)
+    return [one(b[:n], proj_w) for n in range(2, 10)] + [one(b, fixture["proj_hot"])]
+
+
+def careless(s):
+    "Softmax in float32 that takes no maximum off."
+    with np.errstate(over="ignore", invalid="ignore"):
+        e = np.exp(s.astype(np.float32))
+        return e / e.sum(0)
+
+
+variants = {
+    "sources normed in the mix": wrong_mix(values=lambda b: rms64(b, 1e-5)),
+    "scores from raw sources": wrong_mix(scores=lambda b: b * norm_w),
+    "norm weight left out": wrong_mix(scores=lambda b: rms64(b, 1e-5)),
+    "epsilon 1e-6": wrong_mix(scores=lambda b: rms64(b, 1e-6) * norm_w),
+    "plain mean": wrong_mix(weigh=lambda s: np.full(s.shape, 1 / len(s))),
+    "plain sum": wrong_mix(weigh=np.ones_like),
+    "softmax without the maximum": wrong_mix(weigh=careless),
+}
+truths = [fixture[f"out_{n}"] for n in range(2, 10)] + [fixture["out_hot"]]
+as_built = max(off(y, t) for y, t in zip([mixed(n) for n in range(2, 10)] + [mixed(9, fixture["proj_hot"])], truths))
+print(f"{'as built':28} {'passes' if as_built < TOLERANCE else 'FAILS'}")
+for name, outputs in variants.items():
+    far = max(off(y, t) for y, t in zip(outputs, truths))
+    print(f"{name:28} {'passes' if far < TOLERANCE else 'fails'}, {f'off by {far:.2g}' if far < np.inf else 'not finite'}")
+    assert far > 1e-2
+
+# %% [markdown]
+# ## 3.2.5 The walk: when a block is finished
+#
+# Two mixes a layer, one before attention and one before the feed-forward part. Where $L$ is a multiple of the block size, the running
+# sum is put away *after* the first mix has read it, and the sum starts again with that layer's attention output. One more mix
+# comes after the last layer. Line for line, in float64, with the places to go wrong as arguments:
+
+# %%
+def walk64(p, layers, block_size, final, clear=True, late=False, last_mix=True):
+    """The sum of everything, mixed: `p` [T, H] the embedding, `layers` a list of (attention, ffn, their two mixes).
+
+    Returns (final mix, blocks, running sum, sources of every mix). `clear`, `late`, `last_mix` are there to be got wrong.
+    """
+    blocks, counts = [], []
+
+    def look(w):
+        counts.append(len(blocks) + 1)
+        return mix64(np.stack([*blocks, p]), *w)
+
+    for L, (attention, ffn, first, second) in enumerate(layers):
+        h = look(first) if blocks else p
+        y = attention(h)
+        if L % block_size == 0 and not late:
+            blocks.append(p)
+            p = y if clear else p + y
+        else:
+            p = p + y
+        h = look(second)
+        p = p + ffn(h)
+        if late and L % block_size == 0:
+            blocks.append(p)
+            p = 0 * p
+    return (look(final) if last_mix else p), blocks, p, counts
+
+
+# %% [markdown]
+# A toy: eight layers in blocks of three, width 48, with a small random matrix and a tanh for attention and for the experts.
+
+# %%
+rng = np.random.default_rng(seed)
+H, T = 48, 5
+
+
+def random_part():
+    A = rng.normal(0, H ** -.5, (H, H))
+    return lambda h: 2 * np.tanh(rms64(h, 1e-5) @ A)
+
+
+def random_mix():
+    return rng.uniform(.5, 1.5, H).astype(np.float32), rng.normal(0, .3, H).astype(np.float32), 1e-5
+
+
+embedding = rng.normal(size=(T, H)).astype(np.float32)
+layers = [(random_part(), random_part(), random_mix(), random_mix()) for _ in range(toy_layers)]
+final = random_mix()
+truth, blocks, p, counts = walk64(embedding.astype(np.float64), layers, toy_block, final)
+print("sources of every mix:", counts)
+
+# %% [markdown]
+# The decoder keeps all sources in one array, finished blocks first and the running sum behind them: starting a block is then `n += 1`, and
+# nothing is copied. Its mixes are the exported ones, in float32.
+
+# %%
+def walk32(embedding, layers, block_size, final):
+    blocks = -(-len(layers) // block_size)
+    sources = np.empty((blocks + 1, *embedding.shape), np.float32)
+    h, n = np.empty_like(embedding), 0
+    sources[0] = embedding
+    for L, (attention, ffn, first, second) in enumerate(layers):
+        y = attention(mix(sources, n + 1, *first, h) if n else sources[0]).astype(np.float32)
+        if L % block_size == 0:
+            n += 1
+            sources[n] = y
+        else:
+            sources[n] += y
+        sources[n] += ffn(mix(sources, n + 1, *second, h)).astype(np.float32)
+    return mix(sources, n + 1, *final, h).copy(), sources[:n].copy(), sources[n].copy()
+
+
+found, found_blocks, found_p = walk32(embedding, layers, toy_block, final)
+for name, a, b in (("final mix", found, truth), ("blocks", found_blocks, np.stack(blocks)), ("running sum", found_p, p)):
+    print(f"{name:12} within 1e-5: {off(a, b) < TOLERANCE}")
+    assert off(a, b) < TOLERANCE
+
+# %% [markdown]
+# A second opinion comes from `fixtures/oracle13`, thirteen layers in blocks of three, computed by another engine. It holds the five block
+# sums and the running sum after the last layer; the final mix of these must be its `hidden_output_mix`.
+
+# %%
+oracle = load_file(ROOT / "fixtures/oracle13/expected.safetensors")
+checkpoint = Checkpoint(ROOT / "fixtures/oracle13/model")
+hidden, finished = oracle["hidden_after_layer"], oracle["residual_blocks"]
+
+
+def tensors(*names):
+    return [checkpoint.tensor(f"language_model.model.{name}.weight").reshape(-1) for name in names]
+
+
+output_w = tensors("output_attn_res_norm", "output_attn_res_proj")
+stack = np.concatenate([finished, hidden[12:]])
+h = mix(stack, 6, *output_w, 1e-5, np.empty(hidden.shape[1:], np.float32))
+print("output mix within 1e-5:", off(h, oracle["hidden_output_mix"]) < TOLERANCE)
+assert off(h, oracle["hidden_output_mix"]) < TOLERANCE
+
+# %% [markdown]
+# ### Look: weights over depth
+#
+# The mix before each layer's attention, averaged over the oracle's twelve prompt tokens. Every row must sum to 1, and a block may
+# only be read after it was finished: that is the staircase. The weights are random, so there is no more to read in it than that.
+
+# %%
+table = np.full((13, 6), np.nan)
+for L in range(1, 14):
+    done = -(-L // 3) if L < 13 else 5
+    b = np.concatenate([finished[:done], hidden[L - 1:L]])
+    names = (f"layers.{L}.self_attention_res_norm", f"layers.{L}.self_attention_res_proj")
+    a = depth_weights(b, done + 1, *(tensors(*names) if L < 13 else output_w), 1e-5).mean(1)
+    table[L - 1, :done], table[L - 1, 5] = a[:-1], a[-1]
+assert np.allclose(np.nansum(table, 1), 1, atol=1e-6)
+
+# %%
+fig, ax = plt.subplots(figsize=(6, 3.6))
+image = ax.imshow(table, vmin=0, aspect="auto")
+ax.set(xticks=range(6), xticklabels=["embedding", "0-2", "3-5", "6-8", "9-11", "running\nsum"], yticks=range(13),
+       yticklabels=[*map(str, range(1, 13)), "output"], xlabel="source (block sums by their layers)", ylabel="mix before layer",
+       title="A block can be read from the mix after it was put away, and for ever")
+fig.colorbar(image, label="mean weight")
+plt.show()
+
+# %% [markdown]
+# ## 3.2.6 Four wrong walks
+#
+# On the toy: the boundary forgets to restart the sum; the block is put away only after its first layer; the final mix is missing. The last one
+# writes the final mix over its own input, as an engine that saves a buffer would.
+
+# %%
+def over_itself(sources, weights, out):
+    "The sum of 3.2.3 without its guard."
+    out[:] = weights[0][:, None] * sources[0]
+    for s in range(1, len(sources)):
+        out += weights[s][:, None] * sources[s]
+    return out
+
+
+stack = np.concatenate([np.stack(blocks), p[None]])
+a = weights64(stack, *final)
+walks = {
+    "sum not restarted": walk64(embedding.astype(np.float64), layers, toy_block, final, clear=False)[0],
+    "block put away a layer late": walk64(embedding.astype(np.float64), layers, toy_block, final, late=True)[0],
+    "final mix missing": walk64(embedding.astype(np.float64), layers, toy_block, final, last_mix=False)[0],
+    "final mix over its running sum": over_itself(stack, a, stack[-1]),
+}
+print(f"{'as built':32} {'passes' if off(found, truth) < TOLERANCE else 'FAILS'}")
+for name, bad in walks.items():
+    print(f"{name:32} {'passes' if off(bad, truth) < TOLERANCE else 'fails'}, off by {off(bad, truth):.2g}")
+    assert off(bad, truth) > 1e-2
+
+# %% [markdown]
+# The exported mix cannot be talked into the last one, nor into shapes that do not fit.
+
+# %%
+for arguments in ((sources, 9, norm_w, proj_w, 1e-5, sources[8]), (sources, 10, norm_w, proj_w, 1e-5, np.empty((5, 64), np.float32)),
+                  (sources, 9, norm_w, proj_w, 1e-5, np.empty((1, 64), np.float32))):
+    try:
+        mix(*arguments)
+    except ValueError as error:
+        print(error)
+
+# %% [markdown]
+# ## 3.2.7 How many sources, for K3
+#
+# 93 layers in blocks of 12: layers 0, 12, …, 84 put a sum away, so eight sources are finished when the last layer runs, the embedding among
+# them, and the running sum is the ninth. Counted by the walk itself, with layers that do nothing:
+
+# %%
+nothing = (lambda h: h, lambda h: h, (np.ones(1), np.ones(1), 1e-5), (np.ones(1), np.ones(1), 1e-5))
+_, blocks, _, counts = walk64(np.ones((1, 1)), [nothing] * 93, 12, nothing[2])
+print(f"{len(counts)} mixes a token: 2 x 93, less the one of layer 0 that has nothing to choose from, and the final one")
+print(f"finished sources at the end: {len(blocks)}, sources of the final mix: {counts[-1]}, read in all mixes: {sum(counts)}")
+assert (len(counts), len(blocks), max(counts), counts[-1]) == (186, 8, 9, 9)
+
+# %%
+fig, ax = plt.subplots()
+ax.step(np.arange(1, 187) / 2, counts, where="post")
+for start in range(0, 93, 12):
+    ax.axvline(start, lw=.6, ls=":", color="C5")
+ax.set(xlabel="layer (dotted: a block starts)", ylabel="sources in the mix", ylim=(0, 10), xticks=range(0, 97, 12),
+       title="Each block adds one source, seen first by its own second mix: 9 at the end")
+plt.show()
+
+# %%
+width = 7168
+print(f"sources of one token: {9 * width * 4:,} bytes; of a chunk of 64: {64 * 9 * width * 4 / 1e6:.1f} MB, and nothing of it outlives the pass")
+print(f"weights: {(4 * 93 + 2) * width * 2 / 1e6:.1f} MB in bf16, of a trunk of 108,812 MB")
+print(f"arithmetic: {sum(counts) * 3 * width / 1e6:.0f} M multiply-adds a token (two dot products and a sum for each source read)")
+
+# %% [markdown]
+# ## 3.2.8 Make it fast
+#
+# The plain form writes the normed sources, their products and the weighted sources to memory before it adds them up. In the kernel a source is
+# only read, and a token's nine sources of 28 KB stay in the core's cache. Every rung passes the fixture first.
+
+# %%
+def mix_numpy32(sources, norm_w, proj_w, eps):
+    normed = sources / np.sqrt((sources * sources).mean(-1, keepdims=True) + np.float32(eps)) * norm_w
+    s = (normed * proj_w).sum(-1)
+    e = np.exp(s - s.max(0))
+    return ((e / e.sum(0))[..., None] * sources).sum(0)
+
+
+def kernel(sources, norm_w, proj_w, eps):
+    return mix(sources, len(sources), norm_w, proj_w, eps, np.empty(sources.shape[1:], np.float32))
+
+
+ladder = [("NumPy, float64", mix64, 8 * 8), ("NumPy, float32", mix_numpy32, 8 * 4), ("kernel", kernel, 3 * 4)]
+for name, rung, per_element in ladder:
+    far = off(rung(sources, norm_w, proj_w, 1e-5), fixture["out_9"])
+    print(f"{name:16} about {9 * width * per_element / 1e6:.1f} MB moved a mix of 9, within 1e-5: {far < TOLERANCE}")
+    assert far < TOLERANCE
+
+# %% tags=["nbval-ignore-output"]
+wide = rng.normal(size=(9, 1, width)).astype(np.float32)
+wide_norm, wide_proj = np.ones(width, np.float32), rng.normal(0, .02, width).astype(np.float32)
+for name, rung, _ in ladder:
+    times = []
+    for _ in range(50):
+        began = time.perf_counter()
+        rung(wide, wide_norm, wide_proj, 1e-5)
+        times.append(time.perf_counter() - began)
+    print(f"{name:16} {np.median(times) * 1e6:8.1f} us a mix of 9, {np.median(times) * 186e3:6.1f} ms for the 186 of a token, at most")
+
+# %% [markdown]
+# ## Summary
+#
+# - Score by the normed source, mix the raw one; the softmax is over depth, for every token anew.
+# - At a block's first layer the sum is read, put away, and restarted; one mix more follows the last layer.
+# - At 93 layers and blocks of 12 a mix has at most 9 sources, and no mix may write where a source lies.
+#
+# **Exercises.** 1. With blocks of 1 a layer could choose among all layers below. How many sources does the final mix have, and what does a chunk
+# of 64 tokens cost in memory? 2. Show that scaling one source by any positive factor leaves all weights unchanged when $\varepsilon = 0$, and find
+# the source size at which $\varepsilon = 10^{-5}$ halves a score. 3. Make `out` of the second mix of each layer the array `y` of its attention in
+# `walk32`: why is that allowed?
+#
+# Next: which sixteen of 896 experts read $h$. [4.1 The router](../04_moe_router/01_router.ipynb)
