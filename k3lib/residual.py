@@ -1,4 +1,4 @@
-"""3.2 Block attention residuals
+"""3.2 Block attention residuals: a layer chooses its depth
 
 Made from book/03_mla/02_residual.py: edit that, then run `make export`.
 """
@@ -33,7 +33,7 @@ def _depth_weights(sources, query, eps, weights):
 def depth_weights(sources, n, norm_w, proj_w, eps):
     """float32 [n, T]: softmax over s < n of <RMSNorm(sources[s, t]; eps) * norm_w, proj_w>.
 
-    `sources` float32 [S, T, H], `norm_w` and `proj_w` float32 [H].
+    `sources` float32 [S, T, H], `norm_w` and `proj_w` float32 [H]. Raises ValueError where shapes do not fit.
     """
     S, T, H = sources.shape
     if not 1 <= n <= S or norm_w.shape != (H,) or proj_w.shape != (H,):
@@ -51,16 +51,16 @@ def _weighted_sum(sources, weights, out):
         for i in range(H):
             y[i] = weights[0, t] * sources[0, t, i]
         for s in range(1, n):
-            p, x = weights[s, t], sources[s, t]
+            a, x = weights[s, t], sources[s, t]
             for i in range(H):
-                y[i] = fma(p, x[i], y[i])
+                y[i] = fma(a, x[i], y[i])
 
 
 def mix(sources, n, norm_w, proj_w, eps, out):
-    """out[t] = sum over s < n of p[s, t] * sources[s, t], float32 [T, H], with p = depth_weights: the norm is for the scores alone.
+    """out[t] = sum over s < n of a[s, t] * sources[s, t], float32 [T, H], with a = depth_weights: the norm is for the scores alone.
 
-    Sources are added in their order. Raises ValueError where shapes do not fit, or where `out` shares memory with
-    `sources`, which are still needed: by this sum and by every later mix. Returns `out`.
+    Raises ValueError where shapes do not fit, or where `out` shares memory with `sources`, which this sum and every later
+    mix still read. Returns `out`. The bits of a token depend on that token alone.
     """
     if out.shape != sources.shape[1:]:
         raise ValueError(f"mix: out has shape {out.shape}, expected {sources.shape[1:]}")

@@ -3,7 +3,7 @@
 #
 # In most transformers a layer reads the sum of everything below it. K3's layers read a *mixture* instead: softmax weights, computed
 # anew for each token, over the embedding, the sums of earlier blocks of twelve layers, and the sum so far. At the end you can mix, walk
-# the blocks of any model, and show ten wrong versions failing their gates.
+# the blocks of any model, and show eleven wrong versions failing their gates.
 #
 # [3.1 Latent attention](01_mla.ipynb) · [contents](../README.md) · [4.1 The router](../04_moe_router/01_router.ipynb)
 #
