@@ -2,8 +2,8 @@
 
 Made from book/05_streaming/04_experts.py: edit that, then run `make export`.
 """
-# built on moe 5762509ab4e1
-# built on trunk 2259348e100b
+# built on moe 5ac1d689ee87
+# built on trunk bbd8f9d8560e
 
 import threading
 import time

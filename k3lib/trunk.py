@@ -2,8 +2,8 @@
 
 Made from book/05_streaming/03_trunk.py: edit that, then run `make export`.
 """
-# built on checkpoint 6ca62c46ee2f
-# built on linear a03a069750fc
+# built on checkpoint b1d093d706e9
+# built on linear 627d93492b1b
 
 import ctypes
 import errno

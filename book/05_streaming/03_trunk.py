@@ -1,5 +1,35 @@
 # %% [markdown]
 # # 5.3 The trunk: rows that arrive
+#
+# 108.8 GB of K3 are read for every token, whatever the token is: projections, norms, shared experts. This chapter lets a matrix
+# be multiplied that is never all in memory. At the end you can say what a block of rows goes through between the disk and the
+# dot product, and why the first gigabytes of a budget belong to the front of the walk.
+#
+# [5.2 The tokenizer](02_tokenizer.ipynb) · [contents](../README.md) · [5.4 Experts](04_experts.ipynb)
+#
+# | word | meaning | in code |
+# |---|---|---|
+# | extent | where a tensor's bytes lie: file, offset, length | `Extent` (1.1) |
+# | block | as many whole rows of a matrix as one read brings | `Read` |
+# | slot | page-aligned memory that holds one block | `Ring.memory` |
+# | ring | a fixed number of slots, filled ahead of the arithmetic | `Ring` |
+# | pinned | kept in memory from the start, never read again | `Trunk.resident` |
+
+# %%
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+plt.style.use(ROOT / "book" / "k3.mplstyle")
+FOLDER = ROOT / "fixtures" / "oracle13" / "model"
+
+# %% [markdown]
+# ## 5.3.1 Memory of our own
+#
+# Mapping the file would be less code, but every mapped page a product touches counts as resident until the kernel takes it
+# back, and the kernel takes it back when it likes. A budget needs memory whose size we chose: anonymous, aligned to pages
+# because direct reads ask for that, and reused.
 
 # %% tags=["export"]
 import ctypes
@@ -36,6 +66,15 @@ def widened(nbytes):
     "Buffer bytes that hold any extent of `nbytes` widened to whole pages at both ends."
     return _pages(nbytes) + PAGE
 
+# %% [markdown]
+# ## 5.3.2 Reading past the page cache
+#
+# A buffered read copies every byte twice and leaves a second copy in the page cache, which for a walk of 108.8 GB only pushes
+# out what someone else wanted. `O_DIRECT` moves bytes from the device to our buffer. Its price: offset, length and address must
+# be whole pages, so an extent is *widened* to the pages it touches and the answer is an index into the buffer.
+#
+# Some file systems refuse, at open or at the first read. Then the read is buffered and its pages are dropped behind it; the
+# report says which files went which way, and why.
 
 # %% tags=["export"]
 _READ_ONLY, _DIRECT = os.O_RDONLY | getattr(os, "O_BINARY", 0), getattr(os, "O_DIRECT", 0)
@@ -198,6 +237,13 @@ def typed(buffer, start, nbytes, dtype):
         start = 0
     return buffer[start:start + nbytes].view(ARRAY_DTYPE[dtype])
 
+# %% [markdown]
+# ## 5.3.3 A ring of slots
+#
+# The order of reads within a pass is known before it starts (chapter 5.5 writes it down), and after the last read comes the first
+# one again. So readers may run ahead, across layers and from one token into the next, as far as there are free slots. A slot is
+# free again when its block has been multiplied, never before: that rule is all that keeps the answer right, and the tests
+# poison every slot on release to see it kept.
 
 # %% tags=["export"]
 class Read(NamedTuple):
@@ -401,6 +447,11 @@ class Ring:
         if slot is not None:
             self._free.append(slot)
 
+# %% [markdown]
+# ## 5.3.4 Whole rows, and a matrix that goes by once
+#
+# A matrix is cut into blocks of whole rows, because a row's dot product is the unit whose bits are fixed (chapter 1.3). Where rows
+# belong together, as a head's key and value rows of `kv_b_proj` do, blocks keep them together.
 
 # %% tags=["export"]
 def row_blocks(extent, multiple, slot_bytes, part):
@@ -508,3 +559,115 @@ class Trunk:
     def close(self):
         if self.ring is not None:
             self.ring.close()
+
+
+# %% [markdown]
+# ## 5.3.5 The gate: streamed equals resident
+#
+# One projection of the embedded model, multiplied resident and through rings of different sizes. A wrong slot, a stale block or a
+# lost row would change bytes.
+
+# %%
+from k3lib.checkpoint import Checkpoint
+from k3lib.linear import linear
+
+checkpoint = Checkpoint(FOLDER)
+WALK = [name for name in checkpoint.names() if ".layers.0." in name or ".layers.1.self_attn." in name]
+MATRICES = [name for name in WALK if len(checkpoint.extent(name).shape) == 2 and checkpoint.extent(name).shape[0] > 1]
+
+
+def products(slots, slot_bytes, readers, passes=2, log=None):
+    "Every matrix of the walk times a fixed vector, in order, `passes` times over."
+    files = Files()
+    files.log = log
+    trunk = Trunk(checkpoint, WALK, frozenset(), {}, files, lambda name: "trunk", slots, slot_bytes, readers)
+    out = []
+    for _ in range(passes):
+        trunk.begin()
+        for name in WALK:
+            if name in MATRICES:
+                W = trunk.take(name)
+                out.append(linear(W, np.linspace(-1, 1, W.shape[1], dtype=np.float32)[None]))
+    trunk.close()
+    files.close()
+    return np.concatenate([y.ravel() for y in out])
+
+
+resident = np.concatenate([linear(Rows(checkpoint.raw(name)), np.linspace(-1, 1, checkpoint.extent(name).shape[1], dtype=np.float32)[None]).ravel()
+                           for name in MATRICES] * 2)
+for slots, slot_bytes, readers in ((1, 20_000, 1), (2, 20_000, 2), (3, 50_000, 2), (40, 80_000, 3)):
+    assert products(slots, slot_bytes, readers).tobytes() == resident.tobytes()
+print("four rings, two passes each, the bytes of the resident product: True")
+
+# %% [markdown]
+# ## 5.3.6 What waits for what
+#
+# Every read leaves an event: when it began, when it ended, on which thread. With one slot a read can only begin when the product
+# before it is done; with several, readers stay ahead and the bars close up.
+
+# %% tags=["nbval-ignore-output"]
+fig, axes = plt.subplots(1, 2, figsize=(9, 2.6), sharey=True)
+for ax, slots in zip(axes, (1, 6)):
+    log = []
+    products(slots, 20_000, 2, log=log)
+    start = min(event.began for event in log)
+    reads = [event for event in log if event.what == "trunk"]
+    threads = sorted({event.thread for event in reads})
+    for row, thread in enumerate(threads):
+        spans = [((e.began - start) * 1e3, (e.ended - e.began) * 1e3) for e in reads if e.thread == thread]
+        ax.broken_barh(spans, (row - 0.4, 0.8), color=f"C{row % 6}")
+    ax.set(xlabel="time, ms", yticks=range(len(threads)), yticklabels=["vectors", "reader 1", "reader 2"][:len(threads)],
+           title="one slot: reads" if slots == 1 else f"{slots} slots: reads")
+plt.show()
+
+# %% [markdown]
+# ## 5.3.7 Why the front of the walk is pinned
+#
+# Memory left over could be a cache. But a pass is a cycle: when a block is asked for again, everything else has been asked for
+# since. A least-recently-used cache smaller than the cycle has always just thrown away the block that comes next. Pinning any
+# fixed part saves exactly that part, every pass; the front is as good as any, and it is ready when a pass begins.
+
+# %%
+def lru_hits(capacity, cycle, passes):
+    "Share of requests an LRU of `capacity` blocks answers on a cyclic walk over `cycle` blocks."
+    kept, hits = [], 0
+    for n in range(cycle * passes):
+        block = n % cycle
+        if block in kept:
+            hits += 1
+            kept.remove(block)
+        kept = kept[-(capacity - 1):] + [block] if capacity > 1 else [block]
+    return hits / (cycle * (passes - 1))
+
+
+CYCLE, PASSES = 60, 5
+shares = np.arange(6, CYCLE + 1, 6)
+lru = [lru_hits(int(c), CYCLE, PASSES) for c in shares]
+assert lru[:-1] == [0] * (len(lru) - 1) and lru[-1] == 1
+print("LRU hit rate with 90% of the cycle in memory:", lru[-2])
+
+# %%
+fig, ax = plt.subplots()
+ax.plot(shares / CYCLE, shares / CYCLE, "o-", label="pin the front")
+ax.plot(shares / CYCLE, lru, "s--", label="least recently used")
+ax.set(xlabel="memory, share of the cycle", ylabel="share of reads saved", title="On a cycle, LRU saves nothing until it holds everything")
+ax.legend()
+plt.show()
+
+# %% [markdown]
+# The same argument says that the trunk gets memory before experts do: a pinned trunk byte is used at every token, a cached
+# expert only if the router comes back to it (chapter 5.4).
+#
+# ## Summary
+#
+# - A matrix is rows that arrive: blocks of whole rows through a few reused slots, in an order known in advance.
+# - Reads bypass the page cache where the file system allows it, and the report says where it does not.
+# - Pinning the front of a cyclic walk saves its share of every pass. An LRU of the same size saves nothing.
+#
+# ## Exercises
+#
+# 1. With one reader and one slot, which events can overlap? Predict the left picture for `readers=1`, then draw it.
+# 2. Change `lru_hits` to evict the *most* recently used block. What does it save at half the cycle, and why is that the optimum?
+# 3. How many bytes does widening add to one pass over the embedded model? `Files.moved` counts them; compare with K3's blocks.
+#
+# Next: [5.4 Experts](04_experts.ipynb), the one part of a pass that nobody can order in advance.
