@@ -5,7 +5,7 @@ Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 # built on checkpoint b1d093d706e9
 # built on config 14b2a1a890ac
 # built on experts 0b6927671e23
-# built on model bdd3822a2269
+# built on model c47a43138060
 # built on tokenizer 2e9895b018e7
 # built on trunk bbd8f9d8560e
 

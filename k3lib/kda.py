@@ -2,7 +2,7 @@
 
 Made from book/02_kda/01_kda.py: edit that, then run `make export`.
 """
-# built on linear a03a069750fc
+# built on linear 627d93492b1b
 
 from typing import NamedTuple
 

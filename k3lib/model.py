@@ -2,11 +2,11 @@
 
 Made from book/05_streaming/05_model.py: edit that, then run `make export`.
 """
-# built on kda 651e6bea995d
-# built on linear a03a069750fc
-# built on mla 19804fc022b2
-# built on moe 5762509ab4e1
-# built on residual c9773b359d76
+# built on kda 9415417d8c6a
+# built on linear 627d93492b1b
+# built on mla cb1d5a61bacb
+# built on moe 5ac1d689ee87
+# built on residual bf3b91d25a26
 
 import numpy as np
 

@@ -2,9 +2,9 @@
 
 Made from book/04_moe_router/02_moe.py: edit that, then run `make export`.
 """
-# built on linear a03a069750fc
-# built on mxfp4 daee53fa54cb
-# built on router 3700db4db094
+# built on linear 627d93492b1b
+# built on mxfp4 5d2ca6aa3145
+# built on router e5f78040b263
 
 from typing import NamedTuple
 

@@ -2,7 +2,7 @@
 
 Made from book/04_moe_router/01_router.py: edit that, then run `make export`.
 """
-# built on linear a03a069750fc
+# built on linear 627d93492b1b
 
 import numpy as np
 from numba import njit
