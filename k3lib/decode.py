@@ -4,10 +4,10 @@ Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
 # built on checkpoint b1d093d706e9
 # built on config 14b2a1a890ac
-# built on experts 0b6927671e23
+# built on experts 01ae0b12e337
 # built on model c47a43138060
 # built on tokenizer 2e9895b018e7
-# built on trunk bbd8f9d8560e
+# built on trunk a0782ed3a07c
 
 import dataclasses
 import json
@@ -198,7 +198,7 @@ def make_plan(config, checkpoint, ram, context, prompt_tokens=None):
     """
     extents = {name: checkpoint.extent(name) for name in walk_order(config)}
     multiples = row_multiples(config)
-    streams = {name: e for name, e in extents.items() if is_matrix(e)}
+    streams = {name: e for name, e in extents.items() if is_matrix(name, e)}
     widest = max((multiples.get(name, 1) * (e.nbytes // e.shape[0]) for name, e in streams.items()), default=0)
     slot = max(min(SLOT, max((widened(e.nbytes) + PAGE for e in streams.values()), default=0)), widened(widest) + PAGE)
     trunk = sum(map(_whole, streams.values()))

@@ -3,7 +3,7 @@
 Made from book/05_streaming/04_experts.py: edit that, then run `make export`.
 """
 # built on moe 5ac1d689ee87
-# built on trunk bbd8f9d8560e
+# built on trunk a0782ed3a07c
 
 import threading
 import time

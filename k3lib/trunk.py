@@ -450,9 +450,10 @@ def as_float32(array):
     return array.reshape(-1) if array.ndim == 2 else array
 
 
-def is_matrix(extent):
-    "True for what can arrive row by row. Vectors, [1, H] weights and convolutions (51 MB of 108.8 GB) always stay in memory."
-    return len(extent.shape) == 2 and extent.shape[0] > 1
+def is_matrix(name, extent):
+    """True for what can arrive row by row. Vectors, [1, H] residual projections and convolutions (51 MB of 108.8 GB) always stay
+    in memory; a projection to one row, as `b_proj` of a single head, is a matrix."""
+    return len(extent.shape) == 2 and not name.endswith("_res_proj.weight")
 
 
 class Trunk:
@@ -467,12 +468,12 @@ class Trunk:
         self.extents = {name: checkpoint.extent(name) for name in walk}
         self.resident, self.reads = {}, {}
         for name, extent in self.extents.items():
-            if is_matrix(extent) and name not in pinned:
+            if is_matrix(name, extent) and name not in pinned:
                 self.reads[name] = row_blocks(extent, multiples.get(name, 1), slot_bytes, parts(name))
         for name, extent in self.extents.items():
             if name not in self.reads:
                 array = files.array(extent, parts(name))
-                self.resident[name] = Rows(array) if is_matrix(extent) else as_float32(array)
+                self.resident[name] = Rows(array) if is_matrix(name, extent) else as_float32(array)
                 if progress is not None:
                     progress(extent.nbytes)
         self._order, self._next, self._start, self._index, reads = list(self.reads), 0, 0, {}, []

@@ -11,6 +11,7 @@ RELATIVE = 5.5e-4
 
 MODELS = {
     "other heads in the two attentions": dict(num_attention_heads=3, num_key_value_heads=3, linear=dict(num_heads=5, head_dim=16)),
+    "one head": dict(num_attention_heads=1, num_key_value_heads=1, linear=dict(num_heads=1)),
     "widths that are no multiple of sixteen": dict(hidden_size=100, qk_nope_head_dim=20, qk_rope_head_dim=6, v_head_dim=10, kv_lora_rank=28,
                                                    q_lora_rank=50, vocab_size=301, intermediate_size=130, linear=dict(num_heads=3, head_dim=20)),
     "mla first, alone and last but one": dict(num_hidden_layers=6, linear=dict(full_attn_layers=[1, 5], kda_layers=[2, 3, 4, 6])),

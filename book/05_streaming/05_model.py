@@ -226,7 +226,7 @@ def forward64(ids, wrong=None):
     for L in range(c.num_hidden_layers):
         def W(short, part="norms"):
             w = tensor64(tensor_name(L, part, short))
-            return w[0] if len(w) == 1 else w
+            return w[0] if short.endswith("res_proj") else w
         kind, ffn = layer_parts(c, L)
         if wrong == "last layer taken for KDA" and L == c.num_hidden_layers - 1:
             kind = None

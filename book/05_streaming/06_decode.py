@@ -266,7 +266,7 @@ def make_plan(config, checkpoint, ram, context, prompt_tokens=None):
     """
     extents = {name: checkpoint.extent(name) for name in walk_order(config)}
     multiples = row_multiples(config)
-    streams = {name: e for name, e in extents.items() if is_matrix(e)}
+    streams = {name: e for name, e in extents.items() if is_matrix(name, e)}
     widest = max((multiples.get(name, 1) * (e.nbytes // e.shape[0]) for name, e in streams.items()), default=0)
     slot = max(min(SLOT, max((widened(e.nbytes) + PAGE for e in streams.values()), default=0)), widened(widest) + PAGE)
     trunk = sum(map(_whole, streams.values()))
