@@ -117,10 +117,11 @@ def _exit_code(error):
     from k3lib.checkpoint import CheckpointError
     from k3lib.config import ConfigError
     from k3lib.model import UsageError
+    from k3lib.synth import SynthError
     from k3lib.tokenizer import TokenizerError
     if isinstance(error, CheckpointError):
         return 4
-    return 2 if isinstance(error, (UsageError, ConfigError, TokenizerError, FileNotFoundError, NotADirectoryError)) else 1
+    return 2 if isinstance(error, (UsageError, ConfigError, TokenizerError, SynthError, FileNotFoundError, NotADirectoryError)) else 1
 
 
 def main(argv=None):

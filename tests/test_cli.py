@@ -124,3 +124,11 @@ def test_bad_arguments(args, words, tmp_path):
 
 def test_an_unwritable_report_is_refused_before_the_run(tmp_path):
     refused(k3("decode", MODEL, "--ids", "1", "--json", tmp_path / "no" / "r.json"), 2, tmp_path / "no")
+
+
+def test_synth_says_synthetic_and_overwrites_nothing(tmp_path):
+    run = k3("synth", tmp_path / "m", "--preset", "oracle")
+    assert run.returncode == 0 and "synthetic" in run.stdout, run.stderr
+    refused(k3("synth", tmp_path / "m", "--preset", "oracle"), 2, tmp_path / "m")
+    run = k3("decode", tmp_path / "m", "--ids", "1,2", "--max-new-tokens", 2)
+    assert run.returncode == 0 and "synthetic weights" in run.stdout, run.stderr
