@@ -4,7 +4,7 @@
 # Everything in K3 that is not a routed expert is a bf16 matrix, a norm or one of three curves. At the end of this chapter you can
 # multiply a matrix whose rows arrive in pieces, and promise the same bits for it on any CPU, with any number of threads or tokens.
 #
-# [1.2 MXFP4](02_mxfp4.ipynb) · [contents](../README.md) · [2.1 Kimi Delta Attention](../02_kda/01_kda.ipynb)
+# [1.2 MXFP4](02_mxfp4.ipynb) · [contents](../README.md) · [1.4 A checkpoint without the weights](04_synth.ipynb)
 
 # %%
 import hashlib

@@ -4,7 +4,7 @@
 # Everything this engine knows about the shape of Kimi K3 it reads from one small file, `config.json`. After this chapter you can
 # turn that file into the exact list of the checkpoint's 497,052 text tensors, or say in one line why you will not.
 #
-# prev: [4.2 The latent mixture of experts](../04_moe_router/02_moe.ipynb) · [contents](../README.md) · next: [5.2 Bytes to ids and back](02_tokenizer.ipynb)
+# prev: [4.2 Latent experts](../04_moe_router/02_moe.ipynb) · [contents](../README.md) · next: [5.2 Bytes to ids and back](02_tokenizer.ipynb)
 
 # %%
 import math
