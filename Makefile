@@ -13,7 +13,7 @@ decode: .venv/ready
 	$(PY) book/show_run.py out/06_decode.ipynb
 
 test: .venv/ready check
-	$(PY) -m pytest tests
+	$(PY) -m pytest -rs tests
 	$(PY) -m pytest --nbval --nbval-sanitize-with tests/nbval.cfg --nbval-kernel-name python3 book
 
 check: .venv/ready
