@@ -331,10 +331,10 @@ print("KDA state", shown_size(matrices), "+", shown_size(state_bytes(K3) - matri
 print("latent cache", shown_size(position_bytes(K3)), "a position,", shown_size(4096 * position_bytes(K3)), "at 4,096")
 
 # %% [markdown]
-# The embedded model is so small that the interpreter dominates any plan. Its smallest budget still has to stream: nothing is
-# pinned, rows arrive through the ring. A megabyte less is refused, with the number that would do.
+# The embedded model is so small that the interpreter dominates any plan. At its smallest budget
+# nothing is pinned and rows arrive through the ring. Less is refused, with the number that would do.
 
-# %%
+# %% tags=["nbval-ignore-output"]
 config, checkpoint = read_config(ORACLE / "model"), Checkpoint(ORACLE / "model")
 
 
@@ -623,7 +623,7 @@ def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", threads=Non
 # %% [markdown]
 # ## 5.6.7 Three budgets, the same bytes
 #
-# At the floor every matrix streams; two megabytes above, part of the trunk stays; with plenty, nothing is read twice. The
+# Just above the floor most of the trunk streams; two megabytes more keep most of it; with plenty, nothing is read twice. The
 # logits of all steps are compared as bytes.
 
 # %%
@@ -638,7 +638,7 @@ def logits_at(ram):
 
 
 # %%
-runs = [logits_at(floor(32) + extra) for extra in (1_000_000, 3_000_000, 100_000_000)]
+runs = [logits_at(floor(32) + extra) for extra in (2_000_000, 4_000_000, 100_000_000)]
 for tokens, _, share, read in runs:
     assert tokens == EXPECTED["generated_ids"][:6]
 assert runs[0][1] == runs[1][1] == runs[2][1]
