@@ -5,18 +5,20 @@ Made from book/05_streaming/03_trunk.py: edit that, then run `make export`.
 # built on checkpoint b1d093d706e9
 # built on linear 627d93492b1b
 
-import ctypes
 import errno
 import math
 import mmap
 import os
+import shutil
 import threading
 import time
+from itertools import groupby
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
 
-from k3lib.checkpoint import CheckpointError
+from k3lib.checkpoint import Checkpoint, CheckpointError, header_bytes
 from k3lib.linear import Rows, bf16_to_float32
 
 PAGE = 4096  # O_DIRECT wants offsets, lengths and addresses in whole pages
@@ -134,7 +136,8 @@ class Files:
     """
 
     def __init__(self):
-        self._files, self._turn = {}, threading.Condition(threading.Lock())
+        self._files, self._turn = {}, threading.Lock()
+        self._ended = threading.Condition(self._turn)
         self._reading, self._closed = 0, False
         self.bytes_read = {"trunk": 0, "experts": 0, "other": 0}
         self.moved = 0
@@ -161,7 +164,7 @@ class Files:
                 self.moved += moved
                 self.read_seconds += ended - began
                 if self._closed:
-                    self._turn.notify_all()
+                    self._ended.notify_all()
         self.note(part, began, nbytes)
         return start
 
@@ -187,7 +190,7 @@ class Files:
         with self._turn:
             self._closed = True
             while self._reading:
-                self._turn.wait()
+                self._ended.wait()
             for file in self._files.values():
                 file.close()
 
@@ -195,30 +198,43 @@ class Files:
 def typed(buffer, start, nbytes, dtype):
     "buffer[start:start+nbytes] as an array of the tensor's dtype; moved to the front if its offset is odd for that dtype."
     if start % ITEMSIZE[dtype]:
-        ctypes.memmove(buffer.ctypes.data, buffer.ctypes.data + start, nbytes)  # numpy would copy to a second buffer first
+        buffer[:nbytes] = buffer[start:start + nbytes]
         start = 0
     return buffer[start:start + nbytes].view(ARRAY_DTYPE[dtype])
 
 
 class Read(NamedTuple):
-    "One read of the walk: rows `first` .. `first + rows` of a tensor."
+    "One read of the walk: rows `first` .. `first + rows` of a tensor, `nbytes` from byte `begin` of it."
     extent: object
     first: int
     rows: int
+    begin: int
+    nbytes: int
     part: str
 
-    @property
-    def nbytes(self):
-        return self.rows * (self.extent.nbytes // self.extent.shape[0])
 
+class Arithmetic:
+    "Entered by whoever multiplies: at most `threads` at a time. `idle` sums the seconds in which nobody did."
 
-class _Job(NamedTuple):
-    "What a reader does next with block `number`: fill its slot (`work` is None), or call work(read, data) on what fills it."
-    number: int
-    read: Read
-    slot: int
-    work: object
-    data: object
+    def __init__(self, threads):
+        self.threads, self.idle = threads, 0.0
+        self._room, self._turn, self._running, self._since = SimpleQueue(), threading.Lock(), 0, time.perf_counter()
+        for _ in range(threads):
+            self._room.put(None)
+
+    def __enter__(self):
+        self._room.get()
+        with self._turn:
+            if self._running == 0:
+                self.idle += time.perf_counter() - self._since
+            self._running += 1
+
+    def __exit__(self, *_):
+        with self._turn:
+            self._running -= 1
+            if self._running == 0:
+                self._since = time.perf_counter()
+        self._room.put(None)
 
 
 class Ring:
@@ -241,9 +257,8 @@ class Ring:
         self._issued = self._taken = self._first = 0  # next block to read, next to hand out, the one the walk began with
         self._free = [*range(slots)]  # the slot given back last goes out first: it is still in a cache
         self._slot, self._filled = {}, {}  # block: slot, from its issue to its release; block: data or what was raised
-        self._filling = self._calling = self._threads = self._left = 0
         self._call, self._until, self._due, self._failure = None, 0, [], None  # blocks below `until` are for `call`
-        self._still = 0.0  # since when no call has been running
+        self._left = self._calling = self._busy = self._waiting = 0  # calls not ended; readers that call; at work; without work
         self._readers = [threading.Thread(target=self._serve, name=f"k3-trunk-{i}", daemon=True) for i in range(readers)]
         for thread in self._readers:
             thread.start()
@@ -274,20 +289,28 @@ class Ring:
 
         Returns when all calls have ended; raises what one of them, or a reader, raised.
         """
+        arithmetic = Arithmetic(threads)
+
+        def call(read, data):
+            with arithmetic:
+                began = time.perf_counter()
+                work(read, data)
+                self.files.note("arithmetic", began, read.nbytes)
+
         with self._turn:
             self._claim(number, count)
-            self._call, self._threads, self._left, self._until, self._failure = work, threads, count, number + count, None
+            self._call, self._left, self._until, self._failure = call, count, number + count, None
             self._due = [n for n in range(number, self._until) if n in self._filled]
-            self._still = time.perf_counter()
             self._work.notify_all()
             try:
                 while self._left and self._failure is None and not self._stopped:
                     self._news.wait()
             finally:
-                self._until = 0
+                self._call, self._until = None, 0
                 self._due.clear()
                 while self._calling:
                     self._news.wait()
+            self.wait_seconds += arithmetic.idle
             self._check_open()
             if self._failure is not None:
                 raise self._failure
@@ -314,7 +337,7 @@ class Ring:
         "Drop what was read ahead and what was not given back, and begin again at the first read."
         self._paused = True
         try:
-            while self._filling or self._calling:
+            while self._busy:
                 self._news.wait()
             self._first = self._taken = self._issued
             self._slot, self._filled, self._free = {}, {}, [*range(self.slots)]
@@ -332,69 +355,70 @@ class Ring:
             thread.join()
 
     def _serve(self):
-        "A reader's life: settle the last job and choose the next under the lock, do it outside."
+        "A reader's life: under the lock settle the last job and choose the next, outside it do that."
         job = result = None
         while True:
             with self._turn:
                 if job is not None:
-                    self._settle(job, result)
+                    self._settle(*job, result)
                 while not self._stopped and (job := self._next()) is None:
+                    self._waiting += 1
                     self._work.wait()
+                    self._waiting -= 1
                 if self._stopped:
                     return
-            result = self._do(job)
+            result = self._do(*job)
 
     def _next(self):
-        "The next job, or None: a call that is due, else a read into a free slot."
-        if self._due and self._calling < self._threads:
-            number, work = self._due.pop(), self._call
-            if self._calling == 0:
-                self.wait_seconds += time.perf_counter() - self._still
-            self._calling += 1
+        "(block, call): a block of the open matrix that was read ahead, else the next read; None while there is no slot for it."
+        if self._due:
+            number, call = self._due.pop(), self._call
         elif self._free and not self._paused:
-            number, work = self._issued, None
+            number, call = self._issued, self._call if self._issued < self._until else None
             self._issued += 1
-            self._filling += 1
             self._slot[number] = self._free.pop()
         else:
             return None
-        if self._free or self._due:
+        self._busy += 1
+        self._calling += call is not None
+        if self._waiting and (self._free or self._due):
             self._work.notify()
-        return _Job(number, self.reads[(number - self._first) % len(self.reads)], self._slot[number], work, self._filled.pop(number, None))
+        return number, call
 
-    def _do(self, job):
-        "The data read, None after a call; or what was raised."
-        read, buffer = job.read, self.memory[job.slot]
+    def _do(self, number, call):
+        "The block's data, or None if they were given to `call`; or what was raised."
+        read = self.reads[(number - self._first) % len(self.reads)]
         try:
-            if job.work is None:
-                row = read.nbytes // read.rows
-                start = self.files.read(buffer, read.extent, read.first * row, read.nbytes, read.part)
-                return typed(buffer, start, read.nbytes, read.extent.dtype)
-            if isinstance(job.data, BaseException):
-                raise job.data
-            began = time.perf_counter()
-            job.work(read, job.data)
-            self.files.note("arithmetic", began, read.nbytes)
+            data = self._filled.pop(number, None)
+            if data is None:
+                data = self._fill(self.memory[self._slot[number]], read)
+            if call is None:
+                return data
+            if isinstance(data, BaseException):
+                raise data
+            call(read, data)
         except BaseException as error:  # whatever it is, the consumer must hear of it
             return error
 
-    def _settle(self, job, result):
-        if job.work is None:
-            self._filling -= 1
-            self._filled[job.number] = result
-            if job.number < self._until:
-                self._due.append(job.number)
-        else:
-            self._calling -= 1
-            self._left -= 1
-            self._give_back(job.number)
-            if result is not None:
-                self._failure = result
-                self._until = 0
-                self._due.clear()
-            if self._calling == 0:
-                self._still = time.perf_counter()
-        self._news.notify()
+    def _fill(self, slot, read):
+        start = self.files.read(slot, read.extent, read.begin, read.nbytes, read.part)
+        return typed(slot, start, read.nbytes, read.extent.dtype)
+
+    def _settle(self, number, call, result):
+        self._busy -= 1
+        if call is None:
+            self._filled[number] = result
+            if number < self._until:  # its matrix was opened meanwhile
+                self._due.append(number)
+            self._news.notify()
+            return
+        self._calling -= 1
+        self._left -= 1
+        self._give_back(number)
+        if result is not None:
+            self._failure = result
+        if self._left == 0 or self._failure is not None or self._call is None:
+            self._news.notify()
 
     def _give_back(self, number):
         slot = self._slot.pop(number, None)
@@ -414,7 +438,7 @@ def row_blocks(extent, multiple, slot_bytes, part):
         raise ValueError(f"a ring slot of {slot_bytes} bytes does not hold {multiple} rows of {row} bytes")
     blocks = -(-n // (room // unit * unit))
     rows = -(-n // (blocks * unit)) * unit
-    return [Read(extent, first, min(rows, n - first), part) for first in range(0, n, rows)]
+    return [Read(extent, first, min(rows, n - first), first * row, min(rows, n - first) * row, part) for first in range(0, n, rows)]
 
 
 class Streamed:
@@ -451,7 +475,7 @@ def as_float32(array):
 
 
 def is_matrix(name, extent):
-    """True for what can arrive row by row. Vectors, [1, H] residual projections and convolutions (51 MB of 108.8 GB) always stay
+    """True for what can arrive row by row. Vectors, [1, H] residual projections and convolutions (53 MB of 108.8 GB) always stay
     in memory; a projection to one row, as `b_proj` of a single head, is a matrix."""
     return len(extent.shape) == 2 and not name.endswith("_res_proj.weight")
 
@@ -510,4 +534,151 @@ class Trunk:
             self.ring.close()
 
 
-__all__ = ['PAGE', 'ONE_READ', 'ITEMSIZE', 'ARRAY_DTYPE', 'aligned', 'widened', 'File', 'Event', 'Files', 'typed', 'Read', 'Ring', 'row_blocks', 'Streamed', 'as_float32', 'is_matrix', 'Trunk']
+CHUNK = 1 << 20  # bytes copied or compared at a time
+
+
+def data_runs(fd, begin, end):
+    "(begin, end) of the parts of a file's bytes begin..end that are not holes; all of it where the system cannot tell."
+    while begin < end:
+        try:
+            begin = os.lseek(fd, begin, os.SEEK_DATA)
+            stop = min(os.lseek(fd, begin, os.SEEK_HOLE), end)
+        except (AttributeError, OSError) as error:
+            if getattr(error, "errno", None) == errno.ENXIO:  # nothing but a hole up to the end
+                return
+            stop = end
+        if begin < end:
+            yield begin, stop
+        begin = stop
+
+
+def _data_bytes(extent):
+    with open(extent.file, "rb") as file:
+        return sum(end - begin for begin, end in data_runs(file.fileno(), extent.offset, extent.offset + extent.nbytes))
+
+
+def _pieces(begin, end):
+    return ((at, min(CHUNK, end - at)) for at in range(begin, end, CHUNK))
+
+
+def _copy(files, extent, target, offset):
+    "Write a tensor's data to byte `offset` of the file `target`, but for the holes."
+    buffer = aligned(widened(CHUNK))
+    with open(extent.file, "rb") as source:
+        for begin, end in data_runs(source.fileno(), extent.offset, extent.offset + extent.nbytes):
+            target.seek(offset + begin - extent.offset)
+            for at, n in _pieces(begin - extent.offset, end - extent.offset):
+                start = files.read(buffer, extent, at, n, "other")
+                target.write(buffer[start:start + n])
+
+
+def _same(files, a, b):
+    "True if the extents `a` and `b` hold the same bytes."
+    left, right = aligned(widened(CHUNK)), aligned(widened(CHUNK))
+    for at, n in _pieces(0, a.nbytes):
+        i, j = files.read(left, a, at, n, "other"), files.read(right, b, at, n, "other")
+        if left[i:i + n].tobytes() != right[j:j + n].tobytes():
+            return False
+    return True
+
+
+def pack(checkpoint, walk, folder, progress=None):
+    """Copy the tensors of `walk`, in its order, to safetensors files in `folder`, one a layer and one for the rest; holes stay holes.
+
+    A file gets its name only when it is on the disk and equal to the checkpoint, so a run that was broken off can be taken up
+    again: a file that is there is compared, not written. `progress` is shown the bytes of each tensor done. Raises
+    CheckpointError if a layer does not lie in one piece or a file is of another checkpoint, OSError if the disk is full.
+    """
+    for layer, why in checkpoint.contiguity().broken_layers.items():
+        raise CheckpointError(f"{checkpoint.path}: layer {layer} is not in one piece: {why}; it streams, but it is not packed")
+    os.makedirs(folder, exist_ok=True)
+    groups = [list(names) for _, names in groupby(walk, _layer)]
+    paths = [os.path.join(folder, f"model-{i:05}-of-{len(groups):06}.safetensors") for i in range(1, len(groups) + 1)]
+    strays = {name for name in os.listdir(folder) if name.endswith(".safetensors")} - {os.path.basename(path) for path in paths}
+    if strays:
+        raise CheckpointError(f"{folder}: holds {min(strays)}, which is no part of a packed trunk of {len(groups)} files")
+    missing = [checkpoint.extent(name) for path, names in zip(paths, groups) if not os.path.exists(path) for name in names]
+    need, free = sum(map(_data_bytes, missing)), shutil.disk_usage(folder).free
+    if need > free:
+        raise OSError(errno.ENOSPC, f"{folder}: {need} bytes are still to be written, but {free} are free")
+    for path, names in zip(paths, groups):
+        _pack_file(checkpoint, names, path, progress or (lambda nbytes: None))
+
+
+def _layer(name):
+    "The layer a tensor of the walk belongs to, or None."
+    return name.split(".layers.")[1].split(".")[0] if ".layers." in name else None
+
+
+def _pack_file(checkpoint, names, path, progress):
+    extents = [checkpoint.extent(name) for name in names]
+    head = header_bytes([(name, e.dtype, e.shape) for name, e in zip(names, extents)])
+    offsets = [len(head) + sum(e.nbytes for e in extents[:i]) for i in range(len(extents))]
+    there, part, files = os.path.exists(path), path + ".part", Files()
+    try:
+        if not there:
+            _write_file(files, extents, head, offsets, part)
+        packed = path if there else part
+        with open(packed, "rb") as file:
+            good = file.read(len(head)) == head and os.fstat(file.fileno()).st_size == offsets[-1] + extents[-1].nbytes
+        for name, extent, offset in zip(names, extents, offsets):
+            if not good or not _same(files, extent, extent._replace(file=packed, offset=offset)):
+                raise CheckpointError(f"{packed}: {name if good else 'header or size'} is not as in {checkpoint.path}: another "
+                                      "checkpoint's, or damaged; remove the file to have it written again")
+            progress(extent.nbytes)
+    finally:
+        files.close()
+    if not there:
+        os.replace(part, path)
+        _sync(os.path.dirname(path))
+
+
+def _write_file(files, extents, head, offsets, part):
+    "Header and tensors to `part`, and down to the disk."
+    with open(part, "wb") as target:
+        target.write(head)
+        target.truncate(offsets[-1] + extents[-1].nbytes)
+        for extent, offset in zip(extents, offsets):
+            _copy(files, extent, target, offset)
+        target.flush()
+        os.fsync(target.fileno())
+
+
+def _sync(folder):
+    "A new name in a folder is on the disk when the folder is."
+    if hasattr(os, "O_DIRECTORY"):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+class Packed:
+    """A checkpoint whose `walk` is read from a folder that pack() has filled; for Trunk, in the checkpoint's place.
+
+    Raises FileNotFoundError if there is no such folder, CheckpointError if it is incomplete or packed from another checkpoint:
+    dtypes, shapes and the first row of every tensor are compared.
+    """
+
+    def __init__(self, checkpoint, walk, folder):
+        self.checkpoint, self.packed = checkpoint, Checkpoint(folder)
+        files = Files()
+        try:
+            for name in walk:
+                here, there = self.extent(name), checkpoint.extent(name)
+                if here.file == there.file or here[2:] != there[2:] or self._row(files, here) != self._row(files, there):
+                    raise CheckpointError(f"{folder}: {name} is missing or not that of {checkpoint.path}: pack this checkpoint again")
+        finally:
+            files.close()
+
+    @staticmethod
+    def _row(files, extent):
+        return files.array(extent, "other", 0, 1).tobytes()
+
+    def extent(self, name):
+        "Extent of a tensor: in the packed folder if it is there."
+        return (self.packed if name in self.packed else self.checkpoint).extent(name)
+
+
+__all__ = ['PAGE', 'ONE_READ', 'ITEMSIZE', 'ARRAY_DTYPE', 'aligned', 'widened', 'File', 'Event', 'Files', 'typed', 'Read', 'Arithmetic', 'Ring', 'row_blocks', 'Streamed', 'as_float32', 'is_matrix', 'Trunk', 'CHUNK', 'data_runs', 'pack', 'Packed']

@@ -2,8 +2,11 @@
 import errno
 import os
 import random
+import shutil
 import threading
 import time
+from collections import namedtuple
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +16,12 @@ from hypothesis import strategies as st
 from k3lib import trunk as trunk_module
 from k3lib.checkpoint import Checkpoint, CheckpointError, Extent, header_bytes
 from k3lib.linear import Rows, linear
-from k3lib.trunk import PAGE, File, Files, Ring, Trunk, aligned, as_float32, is_matrix, row_blocks, typed, widened
+from k3lib.trunk import (PAGE, File, Files, Packed, Ring, Trunk, aligned, as_float32, data_runs, is_matrix, pack, row_blocks,
+                         typed, widened)
 
 DTYPE = {"BF16": np.uint16, "F32": np.float32, "U8": np.uint8}
 SLOT = 6 * PAGE
+ORACLE = Path(__file__).parents[1] / "fixtures" / "oracle13" / "model"
 
 
 def write_model(folder, tensors, pad=0):
@@ -226,35 +231,18 @@ def test_refused_direct_reads_go_through_the_page_cache(tmp_path, monkeypatch, a
 
 @pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no O_DIRECT")
 def test_falling_back_leaves_a_reader_its_descriptor(tmp_path, monkeypatch):
-    "A second reader is inside a call while the first one falls back: its descriptor must still be open when it gets there."
+    "A second reader may be inside a call on the first descriptor while the first reader falls back: its number must not become another file's."
     (tmp_path / "f").write_bytes(bytes(range(256)) * 64)
     refuse_direct(monkeypatch, "read")
-    file, first, refused = File(str(tmp_path / "f")), threading.Event(), os.preadv
-    fd = file._fd[0]
-
-    def late(*args):
-        if threading.current_thread().name == "late":
-            first.wait()
-            os.fstat(fd)  # raises EBADF if it was closed meanwhile
-        return refused(*args)
-
-    monkeypatch.setattr(os, "preadv", late)
-    errors = []
-
-    def read():
-        try:
-            start, _ = file.read(buffer := aligned(2 * PAGE), 10, 300)
-            assert buffer[start:start + 300].tobytes() == (tmp_path / "f").read_bytes()[10:310]
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=read, name="late")
-    thread.start()
-    read()
-    first.set()
-    thread.join()
+    closed, real_close = [], os.close
+    monkeypatch.setattr(os, "close", lambda fd: (closed.append(fd), real_close(fd)))
+    file = File(str(tmp_path / "f"))
+    first = file._fd[0]
+    start, _ = file.read(buffer := aligned(2 * PAGE), 10, 300)
+    assert buffer[start:start + 300].tobytes() == (tmp_path / "f").read_bytes()[10:310]
+    assert file._fd[0] != first and not closed, "closed while another reader may be using it"
     file.close()
-    assert not errors, errors[0]
+    assert len(closed) == 2
 
 
 def test_the_account_of_bytes(tmp_path):
@@ -445,7 +433,7 @@ def test_an_interrupted_pass_leaves_nothing_behind(tmp_path):
     checkpoint = write_model(tmp_path / "m", tensors)
     trunk = make_trunk(checkpoint, tensors, Slow(5, 1e-4))
     blocks = len(trunk.ring.reads)
-    kept = []
+    kept, whole = [], lambda: len(trunk.ring._free) + len(trunk.ring._slot) == 3 and all(n >= trunk.ring._taken for n in trunk.ring._slot)
     for stop in [*range(blocks + 1), 0, 1, 0]:
         left = [stop]
 
@@ -461,6 +449,49 @@ def test_an_interrupted_pass_leaves_nothing_behind(tmp_path):
         else:
             assert stop == blocks
         one_pass(trunk, tensors)
+        assert whole(), f"stopped after {stop} blocks, a slot was lost"
+    trunk.close()
+
+
+def test_a_pass_given_up_between_two_matrices(tmp_path):
+    "Nothing is out, nothing failed; the next pass must still begin at its beginning."
+    tensors = some_tensors()
+    checkpoint = write_model(tmp_path / "m", tensors)
+    trunk = make_trunk(checkpoint, tensors)
+    trunk.begin()
+    for _ in trunk.take("a").blocks():
+        pass
+    one_pass(trunk, tensors)
+    trunk.close()
+
+
+def test_rewinding_waits_for_the_reads_under_way(tmp_path):
+    "A read that belongs to the interrupted pass must not land in a slot of the next."
+    tensors, gate = some_tensors(), threading.Event()
+    checkpoint = write_model(tmp_path / "m", tensors)
+
+    class Stuck(Files):
+        def read(self, *args):
+            if threading.current_thread() is not main and self.stuck:
+                gate.wait()
+            return super().read(*args)
+
+    main, files = threading.current_thread(), Stuck()
+    files.stuck = False
+    trunk = make_trunk(checkpoint, tensors, files)
+    trunk.begin()
+    blocks = trunk.take("a").blocks()
+    next(blocks)
+    files.stuck = True
+    next(blocks)  # gives a slot back: a reader goes into a read and stays there
+    beginner = threading.Thread(target=trunk.begin)
+    beginner.start()
+    beginner.join(0.05)
+    assert beginner.is_alive(), "the pass began while a read of the one before was under way"
+    files.stuck = False
+    gate.set()
+    beginner.join()
+    one_pass(trunk, tensors)
     trunk.close()
 
 
@@ -552,28 +583,87 @@ def test_a_failed_read_names_file_and_place(tmp_path, monkeypatch):
         Files().array(extent, "trunk")
 
 
-def test_an_error_in_the_arithmetic_reaches_the_caller_and_stops_the_rest(tmp_path):
+def test_an_error_in_the_arithmetic_reaches_the_caller_when_no_call_runs_any_more(tmp_path):
+    "After each() has raised, nobody may still be writing into the caller's output."
     tensors = some_tensors()
     checkpoint = write_model(tmp_path / "m", tensors)
     trunk = make_trunk(checkpoint, tensors, readers=4)
     for error in (ZeroDivisionError("in a call"), KeyboardInterrupt()):
         for _ in range(3):
             trunk.begin()
-            W, calls = trunk.take("a"), []
+            W, begun, ended = trunk.take("a"), [], []
 
             def work(first, rows):
-                calls.append(first)
-                if len(calls) == 2:
+                begun.append(first)
+                if len(begun) == 2:
                     raise error
-                time.sleep(1e-3)
+                time.sleep(5e-3)
+                ended.append(first)
 
             with pytest.raises(type(error)):
                 W.each(work, 2)
-            after = len(calls)
-            time.sleep(0.005)
-            assert len(calls) == after <= 3, "a call began or ran on after each() had raised"
+            running = len(begun) - len(ended) - 1
+            time.sleep(0.01)
+            assert running == 0 and len(begun) - len(ended) == 1, "a call began or ran on after each() had raised"
         one_pass(trunk, tensors)
     trunk.close()
+
+
+def test_an_interrupted_caller_waits_for_the_calls_under_way(tmp_path, monkeypatch):
+    "Ctrl-C while the readers multiply: each() raises it when they have stopped, and the next pass works."
+    tensors = some_tensors()
+    checkpoint = write_model(tmp_path / "m", tensors)
+    trunk = make_trunk(checkpoint, tensors)
+    trunk.begin()
+    W, running, interrupted = trunk.take("a"), [0], []
+    wait = trunk.ring._news.wait
+
+    def interrupted_wait():
+        if not interrupted:
+            time.sleep(2e-3) if running[0] else None
+        if running[0] and not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        wait(0.001 if not interrupted else None)
+
+    monkeypatch.setattr(trunk.ring._news, "wait", interrupted_wait)
+
+    def work(first, rows):
+        running[0] += 1
+        time.sleep(0.01)
+        running[0] -= 1
+
+    with pytest.raises(KeyboardInterrupt):
+        W.each(work, 1)
+    assert running[0] == 0
+    monkeypatch.undo()
+    one_pass(trunk, tensors)
+    trunk.close()
+
+
+def test_arithmetic_on_one_thread_and_readers_on_four(tmp_path):
+    "The limit of threads holds although more readers than that have something to multiply."
+    tensors = some_tensors()
+    checkpoint = write_model(tmp_path / "m", tensors)
+    trunk = make_trunk(checkpoint, tensors, readers=4, slots=5)
+    for _ in range(3):
+        each_pass(trunk, tensors, random.Random(1), threads=1)
+    trunk.close()
+
+
+def test_the_log_tells_reads_from_arithmetic(tmp_path):
+    tensors = some_tensors()
+    checkpoint, files = write_model(tmp_path / "m", tensors), Files()
+    trunk = make_trunk(checkpoint, tensors, files)
+    files.log = []
+    each_pass(trunk, tensors, random.Random(0))
+    trunk.close()
+    reads = [e for e in files.log if e.what == "trunk"]
+    calls = [e for e in files.log if e.what == "arithmetic"]
+    size = sum(checkpoint.extent(name).nbytes for name in trunk.reads)
+    assert sum(e.nbytes for e in calls) == size <= sum(e.nbytes for e in reads) + 3 * SLOT
+    assert all(e.began <= e.ended and e.thread.startswith("k3-trunk-") for e in calls)
+    files.close()
 
 
 def test_closing_wakes_whoever_waits(tmp_path):
@@ -653,3 +743,198 @@ def test_waiting_is_counted_and_working_is_not(tmp_path):
         wall = time.perf_counter() - began
         assert 0.02 * blocks <= trunk.wait_seconds <= wall - 0.03 * blocks + 0.02, f"{trunk.wait_seconds} s of {wall} s waiting"
         trunk.close()
+
+
+# Packing
+
+PREFIX = "language_model.model.layers."
+
+
+def layered(seed=0, layers=3):
+    "A checkpoint's tensors: some layers whose walk is not the order in the file, a head, a table that is not walked."
+    rng, tensors = np.random.default_rng(seed), {}
+    for L in range(layers):
+        for short, shape in (("b", (40, 50)), ("a", (70, 33)), ("norm", (50,))):
+            tensors[f"{PREFIX}{L}.{short}"] = "BF16", rng.integers(0x3c00, 0x4100, shape).astype(np.uint16)
+        tensors[f"{PREFIX}{L}.bias"] = "F32", rng.standard_normal(7).astype(np.float32)
+    tensors["table"] = tensors["head"] = "BF16", rng.integers(0x3c00, 0x4100, (60, 50)).astype(np.uint16)
+    walk = [f"{PREFIX}{L}.{short}" for L in range(layers) for short in ("norm", "a", "bias", "b")] + ["head"]
+    return tensors, walk
+
+
+def walked(source, walk, tensors):
+    "One pass over `source`, compared with what was written."
+    trunk = Trunk(source, walk, frozenset(), {}, Files(), lambda name: "trunk", 3, SLOT, 2)
+    one_pass(trunk, {name: tensors[name] for name in walk})
+    trunk.close()
+    return trunk
+
+
+def test_a_packed_trunk_is_the_same_trunk(tmp_path):
+    "In use order, readable as a checkpoint of its own; what was not walked still comes from where it was."
+    tensors, walk = layered()
+    checkpoint, told = write_model(tmp_path / "m", tensors, 3), []
+    pack(checkpoint, walk, tmp_path / "packed", told.append)
+    assert sum(told) == sum(checkpoint.extent(name).nbytes for name in walk)
+    packed = Checkpoint(tmp_path / "packed")
+    assert list(packed.names()) == walk and len(packed.files) == 4
+    for name in walk:
+        same(name, packed.raw(name), tensors[name][1])
+    source = Packed(checkpoint, walk, tmp_path / "packed")
+    trunk = walked(source, walk, tensors)
+    assert len(trunk.files.how()) == 4 and "model.safetensors" not in trunk.files.how()
+    same("a row of the table", trunk.row("table", 7).view(np.uint32), tensors["table"][1][7].astype(np.uint32) << 16)
+    assert "model.safetensors" in trunk.files.how()
+
+
+def test_the_embedded_model_packs(tmp_path):
+    checkpoint = Checkpoint(ORACLE)
+    walk = [name for name in checkpoint.names() if ".experts." not in name and name.startswith("language_model.")]
+    walk = [name for name in walk if ".layers." in name] + [name for name in walk if ".layers." not in name]
+    pack(checkpoint, walk, tmp_path / "packed")
+    packed = Checkpoint(tmp_path / "packed")
+    assert len(packed.files) == 14 and list(packed.names()) == walk
+    for name in walk:
+        same(name, packed.raw(name), checkpoint.raw(name))
+    assert not [name for name in os.listdir(tmp_path / "packed") if name.endswith(".part")]
+
+
+@pytest.mark.parametrize("tensor", range(13))
+def test_a_broken_off_packing_is_taken_up_again(tmp_path, tensor):
+    "Whatever was done stays as it is, a file half written is not there; until all are, the folder is no checkpoint."
+    tensors, walk = layered()
+    checkpoint, folder, told = write_model(tmp_path / "m", tensors), tmp_path / "packed", []
+
+    def stop(nbytes):
+        told.append(nbytes)
+        if len(told) == tensor + 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack(checkpoint, walk, folder, stop)
+    done = {path: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
+    assert len(done) == tensor // 4, f"{len(done)} files after {tensor + 1} tensors"
+    with pytest.raises(CheckpointError):
+        Packed(checkpoint, walk, folder)
+    pack(checkpoint, walk, folder)
+    assert all(path.stat().st_mtime_ns == when for path, when in done.items()), "a complete file was written again"
+    assert not list(folder.glob("*.part"))
+    walked(Packed(checkpoint, walk, folder), walk, tensors)
+
+
+def test_what_reaches_the_disk_is_compared_before_it_gets_its_name(tmp_path, monkeypatch):
+    tensors, walk = layered()
+    checkpoint = write_model(tmp_path / "m", tensors)
+    real = os.fsync
+
+    def flip(fd):
+        if "00002" in os.readlink(f"/proc/self/fd/{fd}"):
+            with open(f"/proc/self/fd/{fd}", "r+b") as file:
+                file.seek(-9, os.SEEK_END)
+                byte = file.read(1)[0]
+                file.seek(-9, os.SEEK_END)
+                file.write(bytes([byte ^ 1]))
+        real(fd)
+
+    if not os.path.exists("/proc/self/fd"):
+        pytest.skip("no /proc")
+    monkeypatch.setattr(os, "fsync", flip)
+    with pytest.raises(CheckpointError, match=rf"model-00002-of-000004.safetensors.part: {PREFIX}1.b is not as in"):
+        pack(checkpoint, walk, tmp_path / "packed")
+    assert [path.name for path in (tmp_path / "packed").glob("*.safetensors")] == ["model-00001-of-000004.safetensors"]
+
+
+def test_another_checkpoint_s_packed_trunk_is_refused(tmp_path):
+    "The same names and shapes with other values, when packing goes on and when the folder is used; and damage."
+    tensors, walk = layered()
+    others, _ = layered(1)
+    checkpoint, other, folder = write_model(tmp_path / "m", tensors), write_model(tmp_path / "o", others), tmp_path / "packed"
+    pack(other, walk, folder)
+    with pytest.raises(CheckpointError, match=rf"model-00001-of-000004.safetensors: {PREFIX}0.norm is not as in"):
+        pack(checkpoint, walk, folder)
+    with pytest.raises(CheckpointError, match=rf"packed: {PREFIX}0.norm is missing or not that of .*m: pack this checkpoint again"):
+        Packed(checkpoint, walk, folder)
+    with pytest.raises(CheckpointError, match=r"packed: table is missing"):
+        Packed(other, [*walk, "table"], folder)
+    with pytest.raises(FileNotFoundError):
+        Packed(checkpoint, walk, tmp_path / "nowhere")
+    path = folder / "model-00003-of-000004.safetensors"
+    with open(path, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([byte ^ 128]))
+    with pytest.raises(CheckpointError, match=rf"model-00003-of-000004.safetensors: {PREFIX}2.b is not as in"):
+        pack(other, walk, folder)
+    os.truncate(path, path.stat().st_size - 2)
+    with pytest.raises(CheckpointError, match=r"model-00003-of-000004.safetensors: header or size is not as in"):
+        pack(other, walk, folder)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    "The checkpoint's own, above all: packing must not write between its shards."
+    tensors, walk = layered()
+    checkpoint = write_model(tmp_path / "m", tensors)
+    before = sorted(os.listdir(tmp_path / "m"))
+    with pytest.raises(CheckpointError, match="holds model.safetensors, which is no part of a packed trunk of 4 files"):
+        pack(checkpoint, walk, tmp_path / "m")
+    assert sorted(os.listdir(tmp_path / "m")) == before
+
+
+def test_a_layer_in_two_pieces_is_named(tmp_path):
+    "It streams as well as any other; but it is not packed."
+    tensors, walk = layered()
+    names = list(tensors)
+    names.insert(5, names.pop(names.index("table")))
+    checkpoint = write_model(tmp_path / "m", {name: tensors[name] for name in names})
+    with pytest.raises(CheckpointError, match="layer 1 is not in one piece: table lies inside its run in .*; it streams, but it is not packed"):
+        pack(checkpoint, walk, tmp_path / "packed")
+    walked(checkpoint, walk, tensors)
+
+
+def test_holes_stay_holes(tmp_path):
+    "A matrix of nothing but zeros takes no blocks in the copy, as in the original; the bytes are the same."
+    tensors, walk = layered()
+    big = np.zeros((4096, 1024), np.uint16)
+    big[1500, 3:9] = 0x4000
+    tensors[f"{PREFIX}2.b"] = "BF16", big
+    checkpoint, path = write_model(tmp_path / "m", tensors), tmp_path / "m" / "model.safetensors"
+    whole = path.read_bytes()
+    with open(path, "wb") as file:
+        file.truncate(len(whole))
+        for at in range(0, len(whole), PAGE):
+            if any(whole[at:at + PAGE]):
+                file.seek(at)
+                file.write(whole[at:at + PAGE])
+        os.fsync(file.fileno())
+    with open(path, "rb") as file:
+        runs = list(data_runs(file.fileno(), 0, len(whole)))
+    if sum(end - begin for begin, end in runs) > 1 << 20:
+        pytest.skip("this file system knows no holes")
+    pack(checkpoint, walk, tmp_path / "packed")
+    copy = tmp_path / "packed" / "model-00003-of-000004.safetensors"
+    assert copy.stat().st_size > 8 << 20 and copy.stat().st_blocks * 512 < 200_000, f"{copy.stat().st_blocks * 512} bytes on the disk"
+    walked(Packed(checkpoint, walk, tmp_path / "packed"), walk, tensors)
+
+
+def test_where_holes_cannot_be_told_everything_is_data(tmp_path, monkeypatch):
+    path = tmp_path / "f"
+    with open(path, "wb") as file:
+        file.truncate(10 * PAGE)
+        file.seek(3 * PAGE)
+        file.write(b"x" * PAGE)
+    with open(path, "rb") as file:
+        if list(data_runs(file.fileno(), 0, 10 * PAGE)) == [(3 * PAGE, 4 * PAGE)]:
+            assert list(data_runs(file.fileno(), 3 * PAGE + 5, 3 * PAGE + 9)) == [(3 * PAGE + 5, 3 * PAGE + 9)]
+            assert list(data_runs(file.fileno(), 5, 3 * PAGE)) == [] == list(data_runs(file.fileno(), 5 * PAGE, 10 * PAGE))
+        monkeypatch.delattr(os, "SEEK_DATA", raising=False)
+        assert list(data_runs(file.fileno(), 7, 10 * PAGE)) == [(7, 10 * PAGE)]
+
+
+def test_a_full_disk_is_told_before_anything_is_written(tmp_path, monkeypatch):
+    tensors, walk = layered()
+    checkpoint = write_model(tmp_path / "m", tensors)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: namedtuple("usage", "free")(1000))
+    with pytest.raises(OSError, match="bytes are still to be written, but 1000 are free") as caught:
+        pack(checkpoint, walk, tmp_path / "packed")
+    assert caught.value.errno == errno.ENOSPC and os.listdir(tmp_path / "packed") == []

@@ -13,9 +13,13 @@
 # | block | as many whole rows of a matrix as one read brings | `Read` |
 # | slot | page-aligned memory that holds one block | `Ring.memory` |
 # | ring | a fixed number of slots, filled ahead of the arithmetic | `Ring` |
+# | pass | one walk over all layers, in a fixed order | `Trunk.begin` |
 # | pinned | kept in memory from the start, never read again | `Trunk.resident` |
 
 # %%
+import hashlib
+import shutil
+import tempfile
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -24,26 +28,21 @@ ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_
 plt.style.use(ROOT / "book" / "k3.mplstyle")
 FOLDER = ROOT / "fixtures" / "oracle13" / "model"
 
-# %% [markdown]
-# ## 5.3.1 Memory of our own
-#
-# Mapping the file would be less code, but every mapped page a product touches counts as resident until the kernel takes it
-# back, and the kernel takes it back when it likes. A budget needs memory whose size we chose: anonymous, aligned to pages
-# because direct reads ask for that, and reused.
-
 # %% tags=["export"]
-import ctypes
 import errno
 import math
 import mmap
 import os
+import shutil
 import threading
 import time
+from itertools import groupby
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
 
-from k3lib.checkpoint import CheckpointError
+from k3lib.checkpoint import Checkpoint, CheckpointError, header_bytes
 from k3lib.linear import Rows, bf16_to_float32
 
 PAGE = 4096  # O_DIRECT wants offsets, lengths and addresses in whole pages
@@ -51,7 +50,55 @@ ONE_READ = 1 << 30  # Linux moves at most 2 GiB - 4 KiB a call
 ITEMSIZE = {"BF16": 2, "F32": 4, "U8": 1}
 ARRAY_DTYPE = {"BF16": np.uint16, "F32": np.float32, "U8": np.uint8}
 
+# %% tags=["parameters"]
+rows = 4096  # of the matrix that is timed in 5.3.8, of 4096 float32 each
+slot_kib = 1024
+readers = 2
+seed = 0
 
+# %% [markdown]
+# ## 5.3.1 By hand: six rows, two slots
+#
+# A matrix of six rows, two rows a read, two slots. `r` is a read that arrives, `x` the product with its rows. The second matrix begins
+# while the first is still being multiplied, because what will be read next is known; but no read enters a slot before its `x` is done.
+
+# %%
+def schedule(blocks, slots, read, multiply):
+    "(begin, end) of every read and every product, one reader, when a read takes `read` ticks and a product `multiply`."
+    reads, products = [], []
+    for b in range(blocks):
+        free = products[b - slots][1] if b >= slots else 0
+        begin = max(free, reads[-1][1] if reads else 0)
+        reads.append((begin, begin + read))
+        begin = max(reads[b][1], products[-1][1] if products else 0)
+        products.append((begin, begin + multiply))
+    return reads, products
+
+
+def drawn(spans, letter):
+    line = ["."] * 26
+    for b, (begin, end) in enumerate(spans):
+        line[begin:end] = [letter + str(b)[-1]] * (end - begin)
+    return " ".join(f"{cell:>2}" for cell in line[:19])
+
+
+for slots in (1, 2):
+    reads, products = schedule(6, slots, read=2, multiply=1)
+    print(f"{slots} slot{'s' * (slots > 1)}: {products[-1][1]} ticks")
+    print("  disk ", drawn(reads, "r"))
+    print("  core ", drawn(products, "x"))
+assert [schedule(6, slots, 2, 1)[1][-1][1] for slots in (1, 2, 9)] == [18, 13, 13]
+
+# %% [markdown]
+# With one slot the times add up: $6(2 + 1)$. With two they overlap, and what remains is the slower of the two plus one lead-in:
+# $6 \cdot 2 + 1$. More slots change nothing here; they are for reads and products that do not always take equally long.
+#
+# ## 5.3.2 Memory of our own
+#
+# Mapping the file would be less code. But every mapped page that a product touches counts as resident until the kernel takes it
+# back, and the kernel takes it back when it likes. One pass over a mapped file of 64 MB, and one through a 1 MB buffer of our own:
+
+# %% tags=["export"]
 def aligned(nbytes):
     "A page-aligned uint8 array of at least `nbytes`, from the operating system, zero and uncommitted until written."
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
@@ -66,15 +113,45 @@ def widened(nbytes):
     "Buffer bytes that hold any extent of `nbytes` widened to whole pages at both ends."
     return _pages(nbytes) + PAGE
 
+# %%
+scratch = Path(tempfile.mkdtemp())
+(scratch / "64MB").write_bytes(np.random.default_rng(seed).bytes(64_000_000))
+
+
+def resident():
+    "Bytes of this process in memory, in MB; 0 where the system does not tell."
+    status = Path("/proc/self/status")
+    return int(status.read_text().split("VmRSS:")[1].split()[0]) / 1e3 if status.exists() else 0.
+
+
+def mapped():
+    array = np.memmap(scratch / "64MB", np.uint8)
+    return int(array[::512].max()), resident()
+
+
+def through_a_buffer():
+    buffer, top = aligned(1 << 20), 0
+    with open(scratch / "64MB", "rb", buffering=0) as file:
+        while n := file.readinto(memoryview(buffer)):
+            top = max(top, int(buffer[:n:512].max()))
+    return top, resident()
+
+
+before = resident()
+(top, grown), before_buffer = mapped(), resident()
+assert through_a_buffer()[0] == top
+
+# %% tags=["nbval-ignore-output"]
+print(f"mapped: {grown - before:.0f} MB more in memory; through a buffer: {through_a_buffer()[1] - before_buffer:.0f} MB more")
+
 # %% [markdown]
-# ## 5.3.2 Reading past the page cache
+# A budget needs memory whose size we chose: anonymous, private, reused, and aligned to pages because the next section asks for it.
 #
-# A buffered read copies every byte twice and leaves a second copy in the page cache, which for a walk of 108.8 GB only pushes
+# ## 5.3.3 Reading past the page cache
+#
+# A buffered read moves every byte twice and leaves a copy in the page cache, which for a walk of 108.8 GB only pushes
 # out what someone else wanted. `O_DIRECT` moves bytes from the device to our buffer. Its price: offset, length and address must
-# be whole pages, so an extent is *widened* to the pages it touches and the answer is an index into the buffer.
-#
-# Some file systems refuse, at open or at the first read. Then the read is buffered and its pages are dropped behind it; the
-# report says which files went which way, and why.
+# be whole pages, so an extent is *widened* to the pages it touches, and what comes back is an index into the buffer.
 
 # %% tags=["export"]
 _READ_ONLY, _DIRECT = os.O_RDONLY | getattr(os, "O_BINARY", 0), getattr(os, "O_DIRECT", 0)
@@ -154,6 +231,43 @@ else:
         view[:len(data)] = data
         return len(data)
 
+# %% [markdown]
+# Some file systems refuse, at open or only at the first read. Then reads are buffered and their pages are dropped behind them. The
+# first descriptor stays open all the same: another reader may be inside a call on it, and a closed descriptor's number is soon another
+# file's.
+#
+# Any extent of a small file, against the plain bytes:
+
+# %%
+content = np.random.default_rng(seed).bytes(5 * PAGE + 100)
+(scratch / "small").write_bytes(content)
+small, rng = File(str(scratch / "small")), np.random.default_rng(seed)
+for _ in range(300):
+    low, high = np.sort(rng.integers(0, len(content) + 1, 2)).tolist()
+    buffer = aligned(widened(high - low))
+    start, moved = small.read(buffer, low, high - low)
+    assert buffer[start:start + high - low].tobytes() == content[low:high]
+print("300 extents read exactly: True; bytes 4095 to 4097 lie in", small.read(aligned(widened(2)), 4095, 2)[1] // PAGE, "pages")
+
+# %% tags=["nbval-ignore-output"]
+print("this file is read", small.how)
+
+# %% [markdown]
+# **What failed first.** A direct read that comes back short is asked again from the last whole page. At a file cut off in the middle of
+# a page that is the same page again, for ever. Less than a page of progress means the end:
+
+# %%
+try:
+    small.read(aligned(widened(3 * PAGE)), 4 * PAGE, 2 * PAGE)
+except CheckpointError as error:
+    print("refused:", str(error).replace(str(scratch), "..."))
+else:
+    raise AssertionError("read beyond the end")
+small.close()
+
+# %% [markdown]
+# All shards together, with the account of what was read for which part, and what that came to in whole pages. `log` keeps an event
+# a read for the timelines below.
 
 # %% tags=["export"]
 class Event(NamedTuple):
@@ -172,7 +286,8 @@ class Files:
     """
 
     def __init__(self):
-        self._files, self._turn = {}, threading.Condition(threading.Lock())
+        self._files, self._turn = {}, threading.Lock()
+        self._ended = threading.Condition(self._turn)
         self._reading, self._closed = 0, False
         self.bytes_read = {"trunk": 0, "experts": 0, "other": 0}
         self.moved = 0
@@ -199,7 +314,7 @@ class Files:
                 self.moved += moved
                 self.read_seconds += ended - began
                 if self._closed:
-                    self._turn.notify_all()
+                    self._ended.notify_all()
         self.note(part, began, nbytes)
         return start
 
@@ -225,48 +340,80 @@ class Files:
         with self._turn:
             self._closed = True
             while self._reading:
-                self._turn.wait()
+                self._ended.wait()
             for file in self._files.values():
                 file.close()
 
+# %% [markdown]
+# A header can have any length, so a bf16 matrix may begin at an odd address. Kernels take aligned arrays only; such data is moved to the
+# front of its slot, inside the slot.
 
+# %% tags=["export"]
 def typed(buffer, start, nbytes, dtype):
     "buffer[start:start+nbytes] as an array of the tensor's dtype; moved to the front if its offset is odd for that dtype."
     if start % ITEMSIZE[dtype]:
-        ctypes.memmove(buffer.ctypes.data, buffer.ctypes.data + start, nbytes)  # numpy would copy to a second buffer first
+        buffer[:nbytes] = buffer[start:start + nbytes]
         start = 0
     return buffer[start:start + nbytes].view(ARRAY_DTYPE[dtype])
 
+# %%
+buffer = aligned(PAGE)
+buffer[:9] = [255, 0x80, 0x3f, 0x00, 0x40, 0x40, 0x40, 7, 7]
+print([float(v) for v in bf16_to_float32(typed(buffer, 1, 6, "BF16"))])
+assert bf16_to_float32(typed(buffer, 0, 6, "BF16")).tolist() == [1, 2, 3]
+
 # %% [markdown]
-# ## 5.3.3 A ring of slots
+# ## 5.3.4 A ring of slots
 #
 # The order of reads within a pass is known before it starts (chapter 5.5 writes it down), and after the last read comes the first
 # one again. So readers may run ahead, across layers and from one token into the next, as far as there are free slots. A slot is
-# free again when its block has been multiplied, never before: that rule is all that keeps the answer right, and the tests
-# poison every slot on release to see it kept.
+# free again when its block has been multiplied, never before: that rule is all that keeps the answer right.
 
 # %% tags=["export"]
 class Read(NamedTuple):
-    "One read of the walk: rows `first` .. `first + rows` of a tensor."
+    "One read of the walk: rows `first` .. `first + rows` of a tensor, `nbytes` from byte `begin` of it."
     extent: object
     first: int
     rows: int
+    begin: int
+    nbytes: int
     part: str
 
-    @property
-    def nbytes(self):
-        return self.rows * (self.extent.nbytes // self.extent.shape[0])
+# %% [markdown]
+# A block can leave the ring in two ways. `take` hands it to whoever asks, in order. `each` turns it round: the caller hands over a
+# function, and the reader that has just filled a slot multiplies it, while the rows are still in its core's cache. Then the
+# threads that read are the threads that compute, so something must say how many may compute at a time, and see when nobody does.
 
+# %% tags=["export"]
+class Arithmetic:
+    "Entered by whoever multiplies: at most `threads` at a time. `idle` sums the seconds in which nobody did."
 
-class _Job(NamedTuple):
-    "What a reader does next with block `number`: fill its slot (`work` is None), or call work(read, data) on what fills it."
-    number: int
-    read: Read
-    slot: int
-    work: object
-    data: object
+    def __init__(self, threads):
+        self.threads, self.idle = threads, 0.0
+        self._room, self._turn, self._running, self._since = SimpleQueue(), threading.Lock(), 0, time.perf_counter()
+        for _ in range(threads):
+            self._room.put(None)
 
+    def __enter__(self):
+        self._room.get()
+        with self._turn:
+            if self._running == 0:
+                self.idle += time.perf_counter() - self._since
+            self._running += 1
 
+    def __exit__(self, *_):
+        with self._turn:
+            self._running -= 1
+            if self._running == 0:
+                self._since = time.perf_counter()
+        self._room.put(None)
+
+# %% [markdown]
+# Three decisions in the ring are not obvious. Slots go out last in, first out, so that a ring of sixteen slots uses two as long as two
+# are enough. Blocks are numbered for good, across passes: a late release of a block that no longer exists frees nothing. And readers wait
+# on one condition, the consumer on another, so that a finished block wakes whoever it concerns.
+
+# %% tags=["export"]
 class Ring:
     """Aligned slots that readers fill in the order of a cyclic list of reads, ahead of the arithmetic.
 
@@ -287,9 +434,8 @@ class Ring:
         self._issued = self._taken = self._first = 0  # next block to read, next to hand out, the one the walk began with
         self._free = [*range(slots)]  # the slot given back last goes out first: it is still in a cache
         self._slot, self._filled = {}, {}  # block: slot, from its issue to its release; block: data or what was raised
-        self._filling = self._calling = self._threads = self._left = 0
         self._call, self._until, self._due, self._failure = None, 0, [], None  # blocks below `until` are for `call`
-        self._still = 0.0  # since when no call has been running
+        self._left = self._calling = self._busy = self._waiting = 0  # calls not ended; readers that call; at work; without work
         self._readers = [threading.Thread(target=self._serve, name=f"k3-trunk-{i}", daemon=True) for i in range(readers)]
         for thread in self._readers:
             thread.start()
@@ -320,20 +466,28 @@ class Ring:
 
         Returns when all calls have ended; raises what one of them, or a reader, raised.
         """
+        arithmetic = Arithmetic(threads)
+
+        def call(read, data):
+            with arithmetic:
+                began = time.perf_counter()
+                work(read, data)
+                self.files.note("arithmetic", began, read.nbytes)
+
         with self._turn:
             self._claim(number, count)
-            self._call, self._threads, self._left, self._until, self._failure = work, threads, count, number + count, None
+            self._call, self._left, self._until, self._failure = call, count, number + count, None
             self._due = [n for n in range(number, self._until) if n in self._filled]
-            self._still = time.perf_counter()
             self._work.notify_all()
             try:
                 while self._left and self._failure is None and not self._stopped:
                     self._news.wait()
             finally:
-                self._until = 0
+                self._call, self._until = None, 0
                 self._due.clear()
                 while self._calling:
                     self._news.wait()
+            self.wait_seconds += arithmetic.idle
             self._check_open()
             if self._failure is not None:
                 raise self._failure
@@ -360,7 +514,7 @@ class Ring:
         "Drop what was read ahead and what was not given back, and begin again at the first read."
         self._paused = True
         try:
-            while self._filling or self._calling:
+            while self._busy:
                 self._news.wait()
             self._first = self._taken = self._issued
             self._slot, self._filled, self._free = {}, {}, [*range(self.slots)]
@@ -378,69 +532,70 @@ class Ring:
             thread.join()
 
     def _serve(self):
-        "A reader's life: settle the last job and choose the next under the lock, do it outside."
+        "A reader's life: under the lock settle the last job and choose the next, outside it do that."
         job = result = None
         while True:
             with self._turn:
                 if job is not None:
-                    self._settle(job, result)
+                    self._settle(*job, result)
                 while not self._stopped and (job := self._next()) is None:
+                    self._waiting += 1
                     self._work.wait()
+                    self._waiting -= 1
                 if self._stopped:
                     return
-            result = self._do(job)
+            result = self._do(*job)
 
     def _next(self):
-        "The next job, or None: a call that is due, else a read into a free slot."
-        if self._due and self._calling < self._threads:
-            number, work = self._due.pop(), self._call
-            if self._calling == 0:
-                self.wait_seconds += time.perf_counter() - self._still
-            self._calling += 1
+        "(block, call): a block of the open matrix that was read ahead, else the next read; None while there is no slot for it."
+        if self._due:
+            number, call = self._due.pop(), self._call
         elif self._free and not self._paused:
-            number, work = self._issued, None
+            number, call = self._issued, self._call if self._issued < self._until else None
             self._issued += 1
-            self._filling += 1
             self._slot[number] = self._free.pop()
         else:
             return None
-        if self._free or self._due:
+        self._busy += 1
+        self._calling += call is not None
+        if self._waiting and (self._free or self._due):
             self._work.notify()
-        return _Job(number, self.reads[(number - self._first) % len(self.reads)], self._slot[number], work, self._filled.pop(number, None))
+        return number, call
 
-    def _do(self, job):
-        "The data read, None after a call; or what was raised."
-        read, buffer = job.read, self.memory[job.slot]
+    def _do(self, number, call):
+        "The block's data, or None if they were given to `call`; or what was raised."
+        read = self.reads[(number - self._first) % len(self.reads)]
         try:
-            if job.work is None:
-                row = read.nbytes // read.rows
-                start = self.files.read(buffer, read.extent, read.first * row, read.nbytes, read.part)
-                return typed(buffer, start, read.nbytes, read.extent.dtype)
-            if isinstance(job.data, BaseException):
-                raise job.data
-            began = time.perf_counter()
-            job.work(read, job.data)
-            self.files.note("arithmetic", began, read.nbytes)
+            data = self._filled.pop(number, None)
+            if data is None:
+                data = self._fill(self.memory[self._slot[number]], read)
+            if call is None:
+                return data
+            if isinstance(data, BaseException):
+                raise data
+            call(read, data)
         except BaseException as error:  # whatever it is, the consumer must hear of it
             return error
 
-    def _settle(self, job, result):
-        if job.work is None:
-            self._filling -= 1
-            self._filled[job.number] = result
-            if job.number < self._until:
-                self._due.append(job.number)
-        else:
-            self._calling -= 1
-            self._left -= 1
-            self._give_back(job.number)
-            if result is not None:
-                self._failure = result
-                self._until = 0
-                self._due.clear()
-            if self._calling == 0:
-                self._still = time.perf_counter()
-        self._news.notify()
+    def _fill(self, slot, read):
+        start = self.files.read(slot, read.extent, read.begin, read.nbytes, read.part)
+        return typed(slot, start, read.nbytes, read.extent.dtype)
+
+    def _settle(self, number, call, result):
+        self._busy -= 1
+        if call is None:
+            self._filled[number] = result
+            if number < self._until:  # its matrix was opened meanwhile
+                self._due.append(number)
+            self._news.notify()
+            return
+        self._calling -= 1
+        self._left -= 1
+        self._give_back(number)
+        if result is not None:
+            self._failure = result
+        if self._left == 0 or self._failure is not None or self._call is None:
+            self._news.notify()
 
     def _give_back(self, number):
         slot = self._slot.pop(number, None)
@@ -448,7 +603,7 @@ class Ring:
             self._free.append(slot)
 
 # %% [markdown]
-# ## 5.3.4 Whole rows, and a matrix that goes by once
+# ## 5.3.5 Whole rows, and a matrix that goes by once
 #
 # A matrix is cut into blocks of whole rows, because a row's dot product is the unit whose bits are fixed (chapter 1.3). Where rows
 # belong together, as a head's key and value rows of `kv_b_proj` do, blocks keep them together.
@@ -466,9 +621,18 @@ def row_blocks(extent, multiple, slot_bytes, part):
         raise ValueError(f"a ring slot of {slot_bytes} bytes does not hold {multiple} rows of {row} bytes")
     blocks = -(-n // (room // unit * unit))
     rows = -(-n // (blocks * unit)) * unit
-    return [Read(extent, first, min(rows, n - first), part) for first in range(0, n, rows)]
+    return [Read(extent, first, min(rows, n - first), first * row, min(rows, n - first) * row, part) for first in range(0, n, rows)]
 
+# %%
+from k3lib.checkpoint import Extent
 
+q_proj = Extent("shard", 8, 12288 * 7168 * 2, "BF16", (12288, 7168))
+for kib in (256, 1024, 8192):
+    cut = row_blocks(q_proj, 1, kib << 10, "trunk")
+    print(f"q_proj through slots of {kib:4} KiB: {len(cut):3} blocks of {cut[0].rows} rows, {cut[0].nbytes / 1e6:.2f} MB, the last of {cut[-1].rows}")
+print("kv_b_proj, a head's 256 rows together:", [r.rows for r in row_blocks(Extent("s", 8, 24576 * 1024, "BF16", (24576, 512)), 256, 1 << 20, "trunk")][:3], "...")
+
+# %% tags=["export"]
 class Streamed:
     "A matrix that goes by once: its blocks are slots of the ring, the first of them block `number`."
 
@@ -495,7 +659,12 @@ class Streamed:
             work(read.first, data.reshape(read.rows, *self.shape[1:]))
         self.ring.each(self.number, len(self.reads), call, threads)
 
+# %% [markdown]
+# A slot is given back when the next block is asked for, not in a `finally`: a loop that is broken off leaves its slot behind, and the next
+# pass collects it. The first version had the `finally`. A notebook keeps the last traceback, the traceback keeps the generator, and
+# the generator gave its slot back minutes later, when it was somebody else's.
 
+# %% tags=["export"]
 def as_float32(array):
     "A resident vector, [1, H] weight (as [H]) or convolution, float32."
     array = bf16_to_float32(array) if array.dtype == np.uint16 else array
@@ -503,7 +672,7 @@ def as_float32(array):
 
 
 def is_matrix(name, extent):
-    """True for what can arrive row by row. Vectors, [1, H] residual projections and convolutions (51 MB of 108.8 GB) always stay
+    """True for what can arrive row by row. Vectors, [1, H] residual projections and convolutions (53 MB of 108.8 GB) always stay
     in memory; a projection to one row, as `b_proj` of a single head, is a matrix."""
     return len(extent.shape) == 2 and not name.endswith("_res_proj.weight")
 
@@ -561,94 +730,272 @@ class Trunk:
         if self.ring is not None:
             self.ring.close()
 
-
 # %% [markdown]
-# ## 5.3.5 The gate: streamed equals resident
+# ## 5.3.6 The gate: streamed equals resident
 #
-# One projection of the embedded model, multiplied resident and through rings of different sizes. A wrong slot, a stale block or a
-# lost row would change bytes.
+# One layer and a half of the embedded model, multiplied resident and through rings of different sizes, twice over. A wrong slot, a stale
+# block or a lost row would change bytes.
 
 # %%
-from k3lib.checkpoint import Checkpoint
 from k3lib.linear import linear
 
 checkpoint = Checkpoint(FOLDER)
 WALK = [name for name in checkpoint.names() if ".layers.0." in name or ".layers.1.self_attn." in name]
-MATRICES = [name for name in WALK if len(checkpoint.extent(name).shape) == 2 and checkpoint.extent(name).shape[0] > 1]
+MATRICES = [name for name in WALK if is_matrix(name, checkpoint.extent(name))]
 
 
-def products(slots, slot_bytes, readers, passes=2, log=None):
+def ramp(n):
+    return np.linspace(-1, 1, n, dtype=np.float32)[None]
+
+
+def products(slots, slot_bytes, readers, passes=2, ring=Ring):
     "Every matrix of the walk times a fixed vector, in order, `passes` times over."
     files = Files()
-    files.log = log
     trunk = Trunk(checkpoint, WALK, frozenset(), {}, files, lambda name: "trunk", slots, slot_bytes, readers)
+    if ring is not Ring:
+        trunk.ring.close()
+        trunk.ring = ring(files, trunk.ring.reads, slots, slot_bytes, readers)
     out = []
     for _ in range(passes):
         trunk.begin()
-        for name in WALK:
-            if name in MATRICES:
-                W = trunk.take(name)
-                out.append(linear(W, np.linspace(-1, 1, W.shape[1], dtype=np.float32)[None]))
+        out += [linear(trunk.take(name), ramp(checkpoint.extent(name).shape[1])) for name in MATRICES]
     trunk.close()
     files.close()
     return np.concatenate([y.ravel() for y in out])
 
 
-resident = np.concatenate([linear(Rows(checkpoint.raw(name)), np.linspace(-1, 1, checkpoint.extent(name).shape[1], dtype=np.float32)[None]).ravel()
-                           for name in MATRICES] * 2)
-for slots, slot_bytes, readers in ((1, 20_000, 1), (2, 20_000, 2), (3, 50_000, 2), (40, 80_000, 3)):
-    assert products(slots, slot_bytes, readers).tobytes() == resident.tobytes()
+expected = np.concatenate([linear(Rows(checkpoint.raw(name)), ramp(checkpoint.extent(name).shape[1])).ravel() for name in MATRICES] * 2)
+for slots, slot_bytes, threads in ((1, 20_000, 1), (2, 20_000, 2), (3, 50_000, 2), (40, 80_000, 3)):
+    assert products(slots, slot_bytes, threads).tobytes() == expected.tobytes()
 print("four rings, two passes each, the bytes of the resident product: True")
 
 # %% [markdown]
-# ## 5.3.6 What waits for what
+# Three rings that break the rule, on purpose. The first fills a slot that is still in use, the second gives out a block twice and skips
+# one, the third begins the second pass one block late. All three run without an error; none passes.
+
+# %%
+class Hasty(Ring):
+    "Its slots are free again the moment they are handed out."
+
+    def take(self, number):
+        data = super().take(number)
+        self.release(number)
+        time.sleep(1e-3)  # a product that takes its time
+        return data
+
+    def each(self, number, count, work, threads):
+        for n in range(number, number + count):
+            work(self.reads[n % len(self.reads)], self.take(n))
+
+
+class Stuttering(Ring):
+    def _fill(self, slot, read):
+        i = self.reads.index(read)
+        return super()._fill(slot, self.reads[i - 1] if i % 2 and self.reads[i - 1].nbytes == read.nbytes else read)
+
+
+class Shifted(Ring):
+    def _fill(self, slot, read):
+        i, late = self.reads.index(read), self._issued > len(self.reads)
+        other = self.reads[(i + 1) % len(self.reads)]
+        return super()._fill(slot, other if late and other.nbytes == read.nbytes else read)
+
+
+for ring in (Hasty, Stuttering, Shifted):
+    wrong = products(2, 20_000, 2, ring=ring)
+    assert wrong.tobytes() != expected.tobytes()
+    print(f"{ring.__name__:<11} fails the gate: True")
+
+# %% [markdown]
+# The tests go further: readers that sleep at random, every slot poisoned when it is given back, fifty runs; passes broken off at every
+# block; a matrix abandoned half-way, which must be an error and not a shift by the rows that were left.
 #
-# Every read leaves an event: when it began, when it ended, on which thread. With one slot a read can only begin when the product
-# before it is done; with several, readers stay ahead and the bars close up.
+# ## 5.3.7 What waits for what
+#
+# A matrix of 16 MB of real bytes, eight tokens, and three ways through it: read a block, then multiply it; a ring, whose caller multiplies; a
+# ring whose readers multiply. Every read and every product leaves an event.
+
+# %%
+from numba import njit
+
+from k3lib.linear import dot
+
+
+@njit(nogil=True)
+def multiply(block, x, out, first):
+    for r in range(len(block)):
+        for t in range(len(x)):
+            out[t, first + r] = dot(block[r], x[t])
+
+
+width = 4096
+matrix = np.random.default_rng(seed).standard_normal((rows, width)).astype(np.float32)
+(scratch / "matrix").write_bytes(b"header!!" + matrix.tobytes())
+with open(scratch / "holes", "wb") as file:
+    file.truncate(8 + matrix.nbytes)
+
+
+def first_rows(n, where="matrix"):
+    return Extent(str(scratch / where), 8, n * width * 4, "F32", (n, width))
+
+
+class OneByOne:
+    "Read, multiply, read, multiply."
+
+    def __init__(self, files, extent, reads):
+        self.files, self.extent, self.reads, self.slot = files, extent, reads, aligned(max(read.nbytes for read in reads) + 2 * PAGE)
+
+    def run(self, x, out):
+        for read in self.reads:
+            start = self.files.read(self.slot, self.extent, read.begin, read.nbytes, "trunk")
+            began = time.perf_counter()
+            multiply(typed(self.slot, start, read.nbytes, "F32").reshape(read.rows, width), x, out, read.first)
+            self.files.note("arithmetic", began, read.nbytes)
+
+    def close(self):
+        self.files.close()
+
+
+class CallerMultiplies(OneByOne):
+    def __init__(self, files, extent, reads):
+        self.files, self.extent, self.reads = files, extent, reads
+        self.ring = Ring(files, reads, 8, max(read.nbytes for read in reads) + 2 * PAGE, readers)
+
+    def run(self, x, out):
+        for first, block in Streamed(self.ring, self.extent, self.reads, self.ring.begin()).blocks():
+            began = time.perf_counter()
+            multiply(block, x, out, first)
+            self.files.note("arithmetic", began, block.nbytes)
+
+    def close(self):
+        self.ring.close()
+        self.files.close()
+
+
+class ReadersMultiply(CallerMultiplies):
+    def run(self, x, out):
+        streamed = Streamed(self.ring, self.extent, self.reads, self.ring.begin())
+        streamed.each(lambda first, block: multiply(block, x, out, first), readers)
+
+
+def timed(way, extent, kib, tokens, passes=2):
+    "(seconds, processor seconds, events, product) of one pass of `way` over a matrix, the fastest of a few."
+    files = Files()
+    machine = way(files, extent, row_blocks(extent, 1, kib << 10, "trunk"))
+    runs, x = [], np.repeat(ramp(width), tokens, 0)
+    for _ in range(passes):
+        files.log, out = [], np.zeros((tokens, extent.shape[0]), np.float32)
+        began, worked = time.perf_counter(), time.process_time()
+        machine.run(x, out)
+        runs.append((time.perf_counter() - began, time.process_time() - worked, files.log, out))
+    machine.close()
+    return min(runs, key=lambda run: run[1])
+
+
+WAYS = {"read, then multiply": OneByOne, "a ring, the caller multiplies": CallerMultiplies, "a ring, its readers multiply": ReadersMultiply}
+sixteen = first_rows(1024)
+digests = {hashlib.sha256(timed(way, sixteen, slot_kib, 8)[3]).hexdigest() for way in WAYS.values()}
+assert len(digests) == 1
+print("three ways, one result: True")
 
 # %% tags=["nbval-ignore-output"]
-fig, axes = plt.subplots(1, 2, figsize=(9, 2.6), sharey=True)
-for ax, slots in zip(axes, (1, 6)):
-    log = []
-    products(slots, 20_000, 2, log=log)
-    start = min(event.began for event in log)
-    reads = [event for event in log if event.what == "trunk"]
-    threads = sorted({event.thread for event in reads})
+def timeline(ax, log, title):
+    "Reads and products of each thread over time."
+    start, threads = min(e.began for e in log), sorted({e.thread for e in log})
     for row, thread in enumerate(threads):
-        spans = [((e.began - start) * 1e3, (e.ended - e.began) * 1e3) for e in reads if e.thread == thread]
-        ax.broken_barh(spans, (row - 0.4, 0.8), color=f"C{row % 6}")
-    ax.set(xlabel="time, ms", yticks=range(len(threads)), yticklabels=["vectors", "reader 1", "reader 2"][:len(threads)],
-           title="one slot: reads" if slots == 1 else f"{slots} slots: reads")
+        for what, low, color in (("trunk", row - 0.4, "C0"), ("arithmetic", row, "C1")):
+            spans = [((e.began - start) * 1e3, (e.ended - e.began) * 1e3) for e in log if e.thread == thread and e.what == what]
+            ax.broken_barh(spans, (low, 0.4), color=color, edgecolor="white", lw=0.4)
+    ax.set_yticks(range(len(threads)), [t.replace("MainThread", "caller").replace("k3-trunk-", "reader ") for t in threads])
+    ax.set_title(title)
+
+
+fig, axes = plt.subplots(3, 1, figsize=(6, 4.4), sharex=True)
+for ax, (name, way) in zip(axes, WAYS.items()):
+    seconds, _, log, _ = min((timed(way, sixteen, slot_kib, 8, passes=6) for _ in range(3)), key=lambda run: run[0])
+    timeline(ax, log, f"{name}: {seconds * 1e3:.0f} ms")
+axes[2].set_xlabel("time, ms (blue: reading, orange: multiplying)")
 plt.show()
 
 # %% [markdown]
-# ## 5.3.7 Why the front of the walk is pinned
+# In the first picture nothing overlaps. In the second the caller multiplies what readers have put down, at the price of fetching it from
+# another core's cache or from memory. In the third each thread reads a block and multiplies it, and what one waits for the other does not.
+# At the left edge of the last two the readers have run ahead: part of the next pass was there before it began.
+#
+# ## 5.3.8 Making it fast
+#
+# What does a byte cost on its way? The device sets a floor: no ring is faster than the disk. With holes, which the kernel fills with zeros as
+# fast as it can write, the processor sets it, and then the size of a slot decides. A slot that fits the core's own cache together with the
+# vector is written and read there; a large one goes out to memory and back. One token, a 64 MB matrix:
+
+# %% tags=["nbval-ignore-output"]
+def rates(way, where, kib):
+    "(GB a second, GB a second of processor time) of the best of a few passes over the whole matrix."
+    seconds, worked, _, _ = timed(way, first_rows(rows, where), kib, 1, passes=6)
+    return matrix.nbytes / 1e9 / seconds, matrix.nbytes / 1e9 / worked
+
+
+print(f"{'':<32}{'from the device':>17}{'holes':>24}")
+for name, way in WAYS.items():
+    (device, _), (wall, worked) = rates(way, "matrix", slot_kib), rates(way, "holes", slot_kib)
+    print(f"{name:<32}{device:>12.1f} GB/s{wall:>12.1f} GB/s, {worked:.1f} per core")
+
+# %% tags=["nbval-ignore-output"]
+sizes = [128, 256, 512, 1024, 2048, 4096, 8192]
+fig, ax = plt.subplots()
+for name, way, marker in (("readers multiply", ReadersMultiply, "o-"), ("caller multiplies", CallerMultiplies, "s--")):
+    ax.plot(sizes, [rates(way, "holes", kib)[1] for kib in sizes], marker, label=name)
+ax.set_xscale("log", base=2)
+ax.set_xticks(sizes, sizes)
+ax.set(xlabel="bytes in a slot, KiB", ylabel="GB a second of processor time", title="Small slots stay in a core's cache; too small ones drown in calls", ylim=0)
+ax.legend()
+plt.show()
+
+# %% [markdown]
+# What did not help: huge pages for the slots (a megabyte is 256 small pages, which a core's table holds), more slots than four (the last in,
+# first out order does not touch them), more readers than cores while the processor is the limit. What did: letting the reader multiply; waking
+# a thread only when there is something for it; one visit to the lock a block instead of two.
+#
+# ## 5.3.9 Why the front of the walk is pinned
 #
 # Memory left over could be a cache. But a pass is a cycle: when a block is asked for again, everything else has been asked for
 # since. A least-recently-used cache smaller than the cycle has always just thrown away the block that comes next. Pinning any
-# fixed part saves exactly that part, every pass; the front is as good as any, and it is ready when a pass begins.
+# fixed part saves exactly that part, every pass; the front is as good as any, and it is ready when a pass begins. The third line
+# knows the future and lets go of what is needed last. On a cycle that is the block just used, every time: the best of all caches pins.
 
 # %%
 def lru_hits(capacity, cycle, passes):
-    "Share of requests an LRU of `capacity` blocks answers on a cyclic walk over `cycle` blocks."
+    "Share of the requests after the first pass that a cache answers which evicts the least recently used of `capacity` blocks."
     kept, hits = [], 0
     for n in range(cycle * passes):
         block = n % cycle
-        if block in kept:
-            hits += 1
-            kept.remove(block)
-        kept = kept[-(capacity - 1):] + [block] if capacity > 1 else [block]
+        hits += block in kept
+        kept = [b for b in kept if b != block][-(capacity - 1):] + [block] if capacity > 1 else [block]
     return hits / (cycle * (passes - 1))
 
 
-CYCLE, PASSES = 60, 5
+def clairvoyant_hits(capacity, cycle, passes):
+    "The same for a cache that evicts the block whose next request is farthest away."
+    kept, hits = set(), 0
+    for n in range(cycle * passes):
+        block = n % cycle
+        hits += block in kept
+        kept.add(block)
+        if len(kept) > capacity:
+            kept.remove(max(kept, key=lambda b: (b - block - 1) % cycle))
+    return hits / (cycle * (passes - 1))
+
+
+CYCLE, PASSES = 60, 10
 shares = np.arange(6, CYCLE + 1, 6)
-lru = [lru_hits(int(c), CYCLE, PASSES) for c in shares]
+lru, best = ([f(int(c), CYCLE, PASSES) for c in shares] for f in (lru_hits, clairvoyant_hits))
 assert lru[:-1] == [0] * (len(lru) - 1) and lru[-1] == 1
-print("LRU hit rate with 90% of the cycle in memory:", lru[-2])
+assert np.allclose(best, shares / CYCLE)
+print("with 90% of the cycle in memory: LRU", f"{lru[-2]:.2f},", "the pinned front", f"{shares[-2] / CYCLE:.2f},", "clairvoyant", f"{best[-2]:.2f}")
 
 # %%
 fig, ax = plt.subplots()
+ax.plot(shares / CYCLE, best, ":", lw=3, color="C5", label="clairvoyant")
 ax.plot(shares / CYCLE, shares / CYCLE, "o-", label="pin the front")
 ax.plot(shares / CYCLE, lru, "s--", label="least recently used")
 ax.set(xlabel="memory, share of the cycle", ylabel="share of reads saved", title="On a cycle, LRU saves nothing until it holds everything")
@@ -659,16 +1006,235 @@ plt.show()
 # The same argument says that the trunk gets memory before experts do: a pinned trunk byte is used at every token, a cached
 # expert only if the router comes back to it (chapter 5.4).
 #
+# ## 5.3.10 The trunk on a faster disk
+#
+# Streaming needs no preparation. But the trunk is 108.8 GB of 1,561, read at every token, and a small fast disk may be at hand. `pack` copies the
+# walk, in use order, into plain safetensors files: a checkpoint of its own. What the source left as holes stays holes.
+
+# %% tags=["export"]
+CHUNK = 1 << 20  # bytes copied or compared at a time
+
+
+def data_runs(fd, begin, end):
+    "(begin, end) of the parts of a file's bytes begin..end that are not holes; all of it where the system cannot tell."
+    while begin < end:
+        try:
+            begin = os.lseek(fd, begin, os.SEEK_DATA)
+            stop = min(os.lseek(fd, begin, os.SEEK_HOLE), end)
+        except (AttributeError, OSError) as error:
+            if getattr(error, "errno", None) == errno.ENXIO:  # nothing but a hole up to the end
+                return
+            stop = end
+        if begin < end:
+            yield begin, stop
+        begin = stop
+
+
+def _data_bytes(extent):
+    with open(extent.file, "rb") as file:
+        return sum(end - begin for begin, end in data_runs(file.fileno(), extent.offset, extent.offset + extent.nbytes))
+
+
+def _pieces(begin, end):
+    return ((at, min(CHUNK, end - at)) for at in range(begin, end, CHUNK))
+
+
+def _copy(files, extent, target, offset):
+    "Write a tensor's data to byte `offset` of the file `target`, but for the holes."
+    buffer = aligned(widened(CHUNK))
+    with open(extent.file, "rb") as source:
+        for begin, end in data_runs(source.fileno(), extent.offset, extent.offset + extent.nbytes):
+            target.seek(offset + begin - extent.offset)
+            for at, n in _pieces(begin - extent.offset, end - extent.offset):
+                start = files.read(buffer, extent, at, n, "other")
+                target.write(buffer[start:start + n])
+
+
+def _same(files, a, b):
+    "True if the extents `a` and `b` hold the same bytes."
+    left, right = aligned(widened(CHUNK)), aligned(widened(CHUNK))
+    for at, n in _pieces(0, a.nbytes):
+        i, j = files.read(left, a, at, n, "other"), files.read(right, b, at, n, "other")
+        if left[i:i + n].tobytes() != right[j:j + n].tobytes():
+            return False
+    return True
+
+# %% [markdown]
+# A file is written under another name, brought down to the disk, compared with the checkpoint byte by byte, and only then renamed. So a file
+# that has its name is right, a run that was broken off goes on where it stopped, and a folder that is not complete is no checkpoint.
+
+# %% tags=["export"]
+def pack(checkpoint, walk, folder, progress=None):
+    """Copy the tensors of `walk`, in its order, to safetensors files in `folder`, one a layer and one for the rest; holes stay holes.
+
+    A file gets its name only when it is on the disk and equal to the checkpoint, so a run that was broken off can be taken up
+    again: a file that is there is compared, not written. `progress` is shown the bytes of each tensor done. Raises
+    CheckpointError if a layer does not lie in one piece or a file is of another checkpoint, OSError if the disk is full.
+    """
+    for layer, why in checkpoint.contiguity().broken_layers.items():
+        raise CheckpointError(f"{checkpoint.path}: layer {layer} is not in one piece: {why}; it streams, but it is not packed")
+    os.makedirs(folder, exist_ok=True)
+    groups = [list(names) for _, names in groupby(walk, _layer)]
+    paths = [os.path.join(folder, f"model-{i:05}-of-{len(groups):06}.safetensors") for i in range(1, len(groups) + 1)]
+    strays = {name for name in os.listdir(folder) if name.endswith(".safetensors")} - {os.path.basename(path) for path in paths}
+    if strays:
+        raise CheckpointError(f"{folder}: holds {min(strays)}, which is no part of a packed trunk of {len(groups)} files")
+    missing = [checkpoint.extent(name) for path, names in zip(paths, groups) if not os.path.exists(path) for name in names]
+    need, free = sum(map(_data_bytes, missing)), shutil.disk_usage(folder).free
+    if need > free:
+        raise OSError(errno.ENOSPC, f"{folder}: {need} bytes are still to be written, but {free} are free")
+    for path, names in zip(paths, groups):
+        _pack_file(checkpoint, names, path, progress or (lambda nbytes: None))
+
+
+def _layer(name):
+    "The layer a tensor of the walk belongs to, or None."
+    return name.split(".layers.")[1].split(".")[0] if ".layers." in name else None
+
+
+def _pack_file(checkpoint, names, path, progress):
+    extents = [checkpoint.extent(name) for name in names]
+    head = header_bytes([(name, e.dtype, e.shape) for name, e in zip(names, extents)])
+    offsets = [len(head) + sum(e.nbytes for e in extents[:i]) for i in range(len(extents))]
+    there, part, files = os.path.exists(path), path + ".part", Files()
+    try:
+        if not there:
+            _write_file(files, extents, head, offsets, part)
+        packed = path if there else part
+        with open(packed, "rb") as file:
+            good = file.read(len(head)) == head and os.fstat(file.fileno()).st_size == offsets[-1] + extents[-1].nbytes
+        for name, extent, offset in zip(names, extents, offsets):
+            if not good or not _same(files, extent, extent._replace(file=packed, offset=offset)):
+                raise CheckpointError(f"{packed}: {name if good else 'header or size'} is not as in {checkpoint.path}: another "
+                                      "checkpoint's, or damaged; remove the file to have it written again")
+            progress(extent.nbytes)
+    finally:
+        files.close()
+    if not there:
+        os.replace(part, path)
+        _sync(os.path.dirname(path))
+
+
+def _write_file(files, extents, head, offsets, part):
+    "Header and tensors to `part`, and down to the disk."
+    with open(part, "wb") as target:
+        target.write(head)
+        target.truncate(offsets[-1] + extents[-1].nbytes)
+        for extent, offset in zip(extents, offsets):
+            _copy(files, extent, target, offset)
+        target.flush()
+        os.fsync(target.fileno())
+
+
+def _sync(folder):
+    "A new name in a folder is on the disk when the folder is."
+    if hasattr(os, "O_DIRECTORY"):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+# %% [markdown]
+# Reading from it takes one class that looks a tensor up in the folder first. The folder could be of another checkpoint with the same shapes; the first
+# row of every tensor tells.
+
+# %% tags=["export"]
+class Packed:
+    """A checkpoint whose `walk` is read from a folder that pack() has filled; for Trunk, in the checkpoint's place.
+
+    Raises FileNotFoundError if there is no such folder, CheckpointError if it is incomplete or packed from another checkpoint:
+    dtypes, shapes and the first row of every tensor are compared.
+    """
+
+    def __init__(self, checkpoint, walk, folder):
+        self.checkpoint, self.packed = checkpoint, Checkpoint(folder)
+        files = Files()
+        try:
+            for name in walk:
+                here, there = self.extent(name), checkpoint.extent(name)
+                if here.file == there.file or here[2:] != there[2:] or self._row(files, here) != self._row(files, there):
+                    raise CheckpointError(f"{folder}: {name} is missing or not that of {checkpoint.path}: pack this checkpoint again")
+        finally:
+            files.close()
+
+    @staticmethod
+    def _row(files, extent):
+        return files.array(extent, "other", 0, 1).tobytes()
+
+    def extent(self, name):
+        "Extent of a tensor: in the packed folder if it is there."
+        return (self.packed if name in self.packed else self.checkpoint).extent(name)
+
+# %%
+folder = scratch / "packed"
+walk = [name for name in checkpoint.names() if ".layers." in name and ".experts." not in name]
+done = []
+
+
+def stop_after_five(nbytes):
+    done.append(nbytes)
+    if len(done) == 60:
+        raise KeyboardInterrupt
+
+
+try:
+    pack(checkpoint, walk, folder, stop_after_five)
+except KeyboardInterrupt:
+    print("broken off:", len(list(folder.glob("*.safetensors"))), "of 13 files have their names")
+try:
+    Packed(checkpoint, walk, folder)
+except CheckpointError as error:
+    print("refused:", str(error).split("packed: ")[1])
+pack(checkpoint, walk, folder)
+source = Packed(checkpoint, walk, folder)
+assert all((Checkpoint(folder).raw(name) == checkpoint.raw(name)).all() for name in walk)
+print("taken up again:", len(Checkpoint(folder)), "tensors in", len(Checkpoint(folder).files), "files, the same bytes: True")
+
+# %%
+files = Files()
+trunk = Trunk(source, WALK, frozenset(), {}, files, lambda name: "trunk", 3, 20_000, 2)
+trunk.begin()
+streamed = np.concatenate([linear(trunk.take(name), ramp(source.extent(name).shape[1])).ravel() for name in MATRICES])
+assert streamed.tobytes() == expected[:len(streamed)].tobytes()
+print("read from", sorted(files.how()))
+trunk.close()
+files.close()
+shutil.rmtree(scratch)
+
+# %% [markdown]
+# ## 5.3.11 What it costs in K3
+#
+# With the released shapes (`fixtures/k3`), slots of 1 MiB. Widening to whole pages adds at most two pages to a block. The ring replaces what an engine
+# that loads layer by layer must hold: 2.34 GB for layer 0 alone.
+
+# %%
+from k3lib.config import read_config
+
+SLOT, SLOTS = 1 << 20, 16
+k3 = read_config(ROOT / "fixtures" / "k3")
+trunk = [(name, Extent("", 8, int(np.prod(shape)) * ITEMSIZE[dtype], dtype, shape)) for name, dtype, shape in k3.tensors()
+         if ".layers." in name and ".experts." not in name or "lm_head" in name]
+streams = [e for name, e in trunk if is_matrix(name, e)]
+blocks = [read for e in streams for read in row_blocks(e, 1, SLOT, "trunk")]
+streamed = sum(read.nbytes for read in blocks)
+print(f"{len(streams):,} matrices in {len(blocks):,} blocks, {streamed / 1e9:.1f} GB a pass, lm_head with its 2.35 GB included")
+print(f"vectors, always resident: {sum(e.nbytes for _, e in trunk) / 1e6 - streamed / 1e6:.0f} MB")
+print(f"widening: at most {2 * PAGE * len(blocks) / streamed:.1%} more bytes; the ring: {SLOTS * SLOT / 1e6:.0f} MB, 1/{2341e6 / (SLOTS * SLOT):.0f} of layer 0")
+
+# %% [markdown]
 # ## Summary
 #
 # - A matrix is rows that arrive: blocks of whole rows through a few reused slots, in an order known in advance.
 # - Reads bypass the page cache where the file system allows it, and the report says where it does not.
+# - A slot is the unit of trust: filled once, multiplied once, given back once, and numbered so that nothing stale can touch it.
 # - Pinning the front of a cyclic walk saves its share of every pass. An LRU of the same size saves nothing.
 #
 # ## Exercises
 #
-# 1. With one reader and one slot, which events can overlap? Predict the left picture for `readers=1`, then draw it.
-# 2. Change `lru_hits` to evict the *most* recently used block. What does it save at half the cycle, and why is that the optimum?
+# 1. In `schedule`, let a product take 3 ticks and a read 2. How many slots are enough, and what is the total for $n$ blocks?
+# 2. Change `lru_hits` to evict the *most* recently used block. What does it save at half the cycle, and why is that nearly the optimum?
 # 3. How many bytes does widening add to one pass over the embedded model? `Files.moved` counts them; compare with K3's blocks.
+# 4. Give `Ring` a first-in, first-out list of free slots and measure 5.3.8 again. Which column changes?
 #
 # Next: [5.4 Experts](04_experts.ipynb), the one part of a pass that nobody can order in advance.
