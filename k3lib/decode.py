@@ -4,10 +4,10 @@ Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
 # built on checkpoint b1d093d706e9
 # built on config 14b2a1a890ac
-# built on experts 267b2778efde
-# built on model c47a43138060
+# built on experts 62d649b0207a
+# built on model a425ea80e2c7
 # built on tokenizer 2e9895b018e7
-# built on trunk 7b43bda7642e
+# built on trunk 6556e3addf06
 
 import dataclasses
 import json

@@ -2,8 +2,8 @@
 
 Made from book/05_streaming/04_experts.py: edit that, then run `make export`.
 """
-# built on moe 5ac1d689ee87
-# built on trunk 7b43bda7642e
+# built on moe 7c7aee022490
+# built on trunk 6556e3addf06
 
 import threading
 import time

@@ -2,14 +2,14 @@
 
 Made from book/01_mxfp4/03_linear.py: edit that, then run `make export`.
 """
-# built on mxfp4 5d2ca6aa3145
+# built on mxfp4 f7c91078d497
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
 from numba.extending import intrinsic
 
-from k3lib.mxfp4 import INNER, KERNEL, aligned, fma, fma16, load16, load16_part, put4, sum16, zeros4, zeros16
+from k3lib.mxfp4 import INNER, KERNEL, aligned, fma, fma16, load16, load16_part, prefetch, put4, sum16, zeros4, zeros16
 
 LANES = 16
 
@@ -49,9 +49,16 @@ class Rows:
         yield 0, self.array
 
 
+AHEAD = 1024  # elements: what is asked of memory this early has come when its turn is there
+
+
 @njit(**INNER)
 def _load4(w, i, k):
     "Sixteen elements of each of four rows of length k."
+    prefetch(w, i + AHEAD)
+    prefetch(w, i + k + AHEAD)
+    prefetch(w, i + 2 * k + AHEAD)
+    prefetch(w, i + 3 * k + AHEAD)
     return load16(w, i), load16(w, i + k), load16(w, i + 2 * k), load16(w, i + 3 * k)
 
 
@@ -247,4 +254,4 @@ def tanh(x):
     return _float(np.int32(_bits(r) | np.int32(_bits(x) & _SIGN_BIT)))
 
 
-__all__ = ['LANES', 'bf16_to_float32', 'dot', 'Rows', 'TILE', 'linear', 'rms_norm_row', 'rms_norm', 'exp', 'sigmoid', 'tanh']
+__all__ = ['LANES', 'bf16_to_float32', 'dot', 'Rows', 'AHEAD', 'TILE', 'linear', 'rms_norm_row', 'rms_norm', 'exp', 'sigmoid', 'tanh']

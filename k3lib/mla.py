@@ -2,8 +2,8 @@
 
 Made from book/03_mla/01_mla.py: edit that, then run `make export`.
 """
-# built on linear 627d93492b1b
-# built on mxfp4 5d2ca6aa3145
+# built on linear 29d0d1832eb7
+# built on mxfp4 f7c91078d497
 
 import numpy as np
 from numba import get_num_threads, njit, prange

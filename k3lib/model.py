@@ -2,11 +2,11 @@
 
 Made from book/05_streaming/05_model.py: edit that, then run `make export`.
 """
-# built on kda 9415417d8c6a
-# built on linear 627d93492b1b
-# built on mla cb1d5a61bacb
-# built on moe 5ac1d689ee87
-# built on residual bf3b91d25a26
+# built on kda 5a19f83d73bc
+# built on linear 29d0d1832eb7
+# built on mla 679625e702c8
+# built on moe 7c7aee022490
+# built on residual 29e0eedb0c5d
 
 import numpy as np
 

@@ -2,9 +2,9 @@
 
 Made from book/04_moe_router/02_moe.py: edit that, then run `make export`.
 """
-# built on linear 627d93492b1b
-# built on mxfp4 5d2ca6aa3145
-# built on router e5f78040b263
+# built on linear 29d0d1832eb7
+# built on mxfp4 f7c91078d497
+# built on router a35c98980431
 
 from typing import NamedTuple
 

@@ -258,6 +258,16 @@ def _row1(p, s, r, x, t, groups, out):
     out[t, r] = sum16(a)
 
 
+@intrinsic
+def prefetch(typingctx, a, i):
+    "(a, i): ask for the cache line of a[i], a flat array. Nothing is read, so i may lie behind the end."
+    def codegen(context, builder, sig, args):
+        line = _pointer(context, builder, sig.args[0], args[0], args[1], _I8)
+        _intrinsic(builder, "llvm.prefetch", ir.VoidType(), line, *(ir.Constant(_I32, n) for n in (0, 3, 1)))  # to read, keep, data
+        return context.get_dummy_value()
+    return types.void(a, types.intp), codegen
+
+
 @njit(**INNER)
 def zeros4():
     "Accumulators of four rows."
@@ -286,6 +296,7 @@ def _group4(w, x, j, acc):
 def _rows4(p, s, r, x, t, groups, out):
     a = zeros4()
     for q in range(groups):
+        prefetch(p, 16 * (r + 4) * groups + 64 * q)
         a = _group4(_unpack4(p, s, r * groups + q, groups), x, 32 * (t * groups + q), a)
     put4(out, t, r, a)
 
@@ -294,6 +305,7 @@ def _rows4(p, s, r, x, t, groups, out):
 def _rows4_tokens2(p, s, r, x, t, groups, out):
     a = b = zeros4()
     for q in range(groups):
+        prefetch(p, 16 * (r + 4) * groups + 64 * q)
         w, j = _unpack4(p, s, r * groups + q, groups), 32 * (t * groups + q)
         a = _group4(w, x, j, a)
         b = _group4(w, x, j + 32 * groups, b)
@@ -305,6 +317,7 @@ def _rows4_tokens2(p, s, r, x, t, groups, out):
 def _rows4_tokens4(p, s, r, x, t, groups, out):
     a = b = c = d = zeros4()
     for q in range(groups):
+        prefetch(p, 16 * (r + 4) * groups + 64 * q)
         w, j = _unpack4(p, s, r * groups + q, groups), 32 * (t * groups + q)
         a = _group4(w, x, j, a)
         b = _group4(w, x, j + 32 * groups, b)
@@ -368,4 +381,4 @@ def mxfp4_matmul(packed, scale, x, out):
     return out
 
 
-__all__ = ['E2M1', 'SCALE', 'GROUP', 'decode', 'KERNEL', 'INNER', 'F32x16', 'f32x16', 'zeros16', 'load16', 'load16_part', 'store16', 'fma16', 'mul16', 'splat16', 'sum16', 'fma', 'TWICE_E2M1', 'HALF_SCALE', 'low16', 'high16', 'zeros4', 'put4', 'TILE', 'aligned', 'mxfp4_matmul']
+__all__ = ['E2M1', 'SCALE', 'GROUP', 'decode', 'KERNEL', 'INNER', 'F32x16', 'f32x16', 'zeros16', 'load16', 'load16_part', 'store16', 'fma16', 'mul16', 'splat16', 'sum16', 'fma', 'TWICE_E2M1', 'HALF_SCALE', 'low16', 'high16', 'prefetch', 'zeros4', 'put4', 'TILE', 'aligned', 'mxfp4_matmul']

@@ -29,7 +29,7 @@ from llvmlite import ir
 from numba import njit, prange, types
 from numba.extending import intrinsic
 
-from k3lib.mxfp4 import INNER, KERNEL, aligned, fma, fma16, load16, load16_part, put4, sum16, zeros4, zeros16
+from k3lib.mxfp4 import INNER, KERNEL, aligned, fma, fma16, load16, load16_part, prefetch, put4, sum16, zeros4, zeros16
 
 LANES = 16
 
@@ -141,7 +141,7 @@ def loose(a, b):
         s += a[i] * b[i]
     return s
 
-a, b = ((np.arange(2 * 7168) * 40503 % 65521 - 32760) / 2**15).astype(np.float32).reshape(2, -1)
+a, b = ((np.arange(2 * 7168) ** 2 * 40503 % 65521 - 32760) / 2**15).astype(np.float32).reshape(2, -1)
 print(*(f"{np.float32(f(a, b)).view(np.uint32):08x}" for f in (loose, dot)))
 '''
 
@@ -180,13 +180,20 @@ class Rows:
 
 
 # %% [markdown]
-# As with MXFP4, four rows share the loads of $x$. Four tokens share the widening of the rows, and then sixteen sums are under way at once:
+# As with MXFP4, four rows share the loads of $x$ and ask memory ahead. Four tokens share the widening of the rows, and then sixteen sums are under way at once:
 # enough work per load that the arithmetic, not the cache, sets the pace.
 
 # %% tags=["export"]
+AHEAD = 1024  # elements: what is asked of memory this early has come when its turn is there
+
+
 @njit(**INNER)
 def _load4(w, i, k):
     "Sixteen elements of each of four rows of length k."
+    prefetch(w, i + AHEAD)
+    prefetch(w, i + k + AHEAD)
+    prefetch(w, i + 2 * k + AHEAD)
+    prefetch(w, i + 3 * k + AHEAD)
     return load16(w, i), load16(w, i + k), load16(w, i + 2 * k), load16(w, i + 3 * k)
 
 
@@ -660,7 +667,7 @@ def median_seconds(cases):
 
 # %% [markdown]
 # The rungs: NumPy widens the matrix and multiplies; a numba loop adds in order, one number after the other; `_dot` gives each row lanes;
-# `linear` takes four rows a pass; and with four tokens each weight is read once for all.
+# `linear` takes four rows a pass and asks ahead; with four tokens each weight is read once for all, and then it matters where $x$ begins.
 
 # %%
 @njit(parallel=True)
@@ -685,6 +692,8 @@ w = np.concatenate([pattern] * 16)
 x1, x4 = (aligned((t, width)) for t in (1, 4))
 x4[:] = rng.standard_normal(x4.shape)
 x1[:] = x4[:1]
+crooked = aligned((4 * width + 4,))[4:].reshape(4, width)  # 16 bytes past a cache line
+crooked[:] = x4
 out1, out4 = (np.empty((t, rows), np.float32) for t in (1, 4))
 large = np.ones(80_000_000, np.float32)
 cases = {
@@ -692,15 +701,16 @@ cases = {
     "numba: in order": (lambda: in_order(w, x1, out1), 1, 2),
     "row by row, 16 lanes": (lambda: row_by_row(w, x1, out1), 1, 2),
     "four rows: linear": (lambda: linear(Rows(w), x1, out1), 1, 2),
+    "four tokens, x not aligned": (lambda: _matmul(w, crooked, out4, 0), 4, 0.5),
     "four tokens: linear": (lambda: linear(Rows(w), x4, out4), 4, 0.5),
 }
 seconds = median_seconds({"read": lambda: read_sum(large), **{name: run for name, (run, _, _) in cases.items()}})
 bandwidth = large.nbytes / seconds.pop("read")
 rates = {name: rows * width * tokens / seconds[name] for name, (_, tokens, _) in cases.items()}
 assert out1.tobytes() == out4[:1].tobytes()
-print(f"{'':24}      ms   G weights/s   bytes/weight    GB/s   (memory reads {bandwidth / 1e9:.1f} GB/s)")
+print(f"{'':28}      ms   G weights/s   bytes/weight    GB/s   (memory reads {bandwidth / 1e9:.1f} GB/s)")
 for name, (_, tokens, moved) in cases.items():
-    print(f"{name:24} {1e3 * seconds[name]:7.1f} {rates[name] / 1e9:13.2f} {moved:14.1f} {rates[name] * moved / 1e9:7.1f}")
+    print(f"{name:28} {1e3 * seconds[name]:7.1f} {rates[name] / 1e9:13.2f} {moved:14.1f} {rates[name] * moved / 1e9:7.1f}")
 print(f"the trunk at this bandwidth: {trunk / bandwidth:.1f} s a token")
 
 # %% tags=["nbval-ignore-output"]
@@ -713,9 +723,9 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# What failed first: two rows by four tokens. It needs eight loads of $x$ for sixteen products, and the second cache could not deliver them;
-# four rows by four tokens halve that. And $x$ as NumPy hands it out begins anywhere: copied to a cache line it reads
-# faster, and the copy costs 28 KB against 176 MB.
+# `linear` can pass the dashed line: the plain sum that drew it leaves the asking to the hardware. What failed first for several tokens was
+# two rows by four: four loads of $x$ for eight products, more than the second cache delivers. Four rows by four halve that, and a copy of $x$
+# that begins on a cache line costs 28 KB against 176 MB.
 
 # %% [markdown]
 # ## Summary
