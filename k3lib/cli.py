@@ -19,6 +19,21 @@ def _write(path, data):
         temporary.unlink(missing_ok=True)
 
 
+def _check_outputs(model, *paths):
+    "Refuse, before the run, a file that could not be written after it or that would replace something else."
+    from k3lib.model import UsageError
+    given = [Path(path) for path in paths if path is not None]
+    for path in given:
+        if not path.name or not path.parent.is_dir():
+            raise FileNotFoundError(f"{str(path)!r}: there is no folder {path.parent} to write it in")
+        if path.is_symlink() or path.exists() and not path.is_file():
+            raise UsageError(f"{path}: is no regular file, so it will not be replaced by one")
+        if path.resolve().parent == Path(model).resolve():
+            raise UsageError(f"{path}: lies in the model's own folder, which is never written to")
+    if len({path.resolve() for path in given}) < len(given):
+        raise UsageError(f"{given[0]}: is named for two outputs")
+
+
 def _json(path, tree):
     _write(path, (json.dumps(tree, indent=1) + "\n").encode())
 
@@ -29,9 +44,7 @@ def _decode(args):
     import numpy as np
 
     from k3lib.decode import decode
-    for path in (args.json, args.logits):
-        if path is not None and not Path(path).parent.is_dir():
-            raise FileNotFoundError(f"{path}: there is no folder {Path(path).parent} to write it in")
+    _check_outputs(args.model, args.json, args.logits)
     prompt = None if args.prompt is None else os.fsencode(args.prompt)  # bytes the shell gave that are not UTF-8 stay as they are
     if args.prompt_file is not None:
         if not Path(args.prompt_file).is_file():
@@ -60,6 +73,7 @@ def _census(args):
     from k3lib.checkpoint import Checkpoint
     from k3lib.config import read_config
     from k3lib.decode import is_synthetic
+    _check_outputs(args.model, args.json)
     config = read_config(args.model)
     census = Checkpoint(args.model).census(experts_per_token=config.num_experts_per_token)
     print(census.table() + "\nsynthetic weights" * is_synthetic(args.model))

@@ -5,7 +5,7 @@ Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 # built on checkpoint b1d093d706e9
 # built on config 14b2a1a890ac
 # built on experts 62d649b0207a
-# built on model a425ea80e2c7
+# built on model b12b19fdb537
 # built on tokenizer 2e9895b018e7
 # built on trunk 6556e3addf06
 
@@ -328,9 +328,12 @@ class Decoder(Model):
     def generate(self, ids, max_new_tokens=8, on_logits=None):
         """Greedy decoding of a new sequence: yields up to `max_new_tokens` ids, the last an end id if one comes.
 
-        The largest logit wins, ties go to the lower id. `on_logits` is shown each step's logits, float32 [vocab].
+        The largest logit wins, ties go to the lower id. `on_logits` is shown each step's logits, float32 [vocab]. A model
+        carries one sequence: whoever resets it or reads on meanwhile ends this one with a RuntimeError.
         """
+        max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 30)
         self.reset()
+        mine = self.state
         fed = list(ids)
         for _ in range(max_new_tokens):
             began = time.perf_counter()
@@ -340,9 +343,12 @@ class Decoder(Model):
             self._report.ids.append(token)
             if on_logits is not None:
                 on_logits(logits)
+            read = self.position
             yield token
             if token in self.stop:
                 return
+            if self.state is not mine or self.position != read:
+                raise RuntimeError("the model has begun or read another sequence since: one sequence at a time")
             fed = [token]
 
     @property

@@ -8,6 +8,8 @@ Made from book/05_streaming/05_model.py: edit that, then run `make export`.
 # built on moe 7c7aee022490
 # built on residual 29e0eedb0c5d
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from k3lib.kda import KDA_ORDER, kda_layer, kda_state
@@ -119,15 +121,17 @@ class Model:
         return rows[-1] if last_only else np.concatenate(rows)
 
     def _checked(self, ids):
-        ids = [int(i) for i in ids]
+        ids = list(ids) if isinstance(ids, Iterable) and not isinstance(ids, (str, bytes)) else [ids]
         if not ids:
             raise UsageError("the prompt is empty: at least one token id is needed")
         for i in ids:
+            if not isinstance(i, (int, np.integer)) or isinstance(i, bool):
+                raise UsageError(f"{i!r} is not a token id: whole numbers are needed")
             if not 0 <= i < self.config.vocab_size:
                 raise UsageError(f"token id {i} is out of range: the vocabulary has ids 0..{self.config.vocab_size - 1}")
         if self.position + len(ids) > self.context:
             raise UsageError(f"{self.position} + {len(ids)} positions do not fit the context of {self.context} this model was loaded for")
-        return ids
+        return [int(i) for i in ids]
 
     def _layers(self, ids, watch):
         "The normed output of the last layer, float32 [T, H]."

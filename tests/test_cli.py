@@ -132,3 +132,11 @@ def test_synth_says_synthetic_and_overwrites_nothing(tmp_path):
     refused(k3("synth", tmp_path / "m", "--preset", "oracle"), 2, tmp_path / "m")
     run = k3("decode", tmp_path / "m", "--ids", "1,2", "--max-new-tokens", 2)
     assert run.returncode == 0 and "synthetic weights" in run.stdout, run.stderr
+
+
+def test_outputs_that_would_replace_something_else_are_refused_before_the_run(tmp_path, model):
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    for path in (tmp_path, tmp_path / "link", "/dev/null", model / "config.json", ""):
+        refused(k3("decode", model, "--ids", "1", "--json", path), 2)
+    refused(k3("decode", model, "--ids", "1", "--json", tmp_path / "x", "--logits", tmp_path / "x"), 2, "two outputs")
+    assert not (tmp_path / "x").exists() and json.loads((model / "config.json").read_text())

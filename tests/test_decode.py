@@ -132,3 +132,24 @@ def test_bytes_read_are_those_the_kernel_counted():
     # The kernel also counts what other code read meanwhile (modules, caches), and gives no bytes past a file's end.
     assert abs(report.kernel_bytes - report.asked_bytes) < 2_000_000
     assert report.kernel_bytes > sum(report.bytes_read.values())
+
+
+def test_a_sequence_that_was_overtaken_is_not_continued():
+    model = k3lib.load(MODEL)
+    first = model.generate([304, 206, 32], 3)
+    next(first)
+    second = model.generate([304, 206, 32], 3)
+    one = next(second)
+    with pytest.raises(RuntimeError, match="another sequence"):
+        next(first)
+    assert [one, *second] == list(model.generate([304, 206, 32], 3))
+    model.close()
+
+
+@pytest.mark.parametrize("ids", [[304.5], "123", b"12", ["3"], [True], None, [float("nan")], [[1, 2]], 512, -1, []])
+def test_what_is_no_id_is_refused(ids):
+    model = k3lib.load(MODEL)
+    with pytest.raises(UsageError):
+        model.prefill(ids)
+    assert model.position == 0
+    model.close()

@@ -443,9 +443,12 @@ class Decoder(Model):
     def generate(self, ids, max_new_tokens=8, on_logits=None):
         """Greedy decoding of a new sequence: yields up to `max_new_tokens` ids, the last an end id if one comes.
 
-        The largest logit wins, ties go to the lower id. `on_logits` is shown each step's logits, float32 [vocab].
+        The largest logit wins, ties go to the lower id. `on_logits` is shown each step's logits, float32 [vocab]. A model
+        carries one sequence: whoever resets it or reads on meanwhile ends this one with a RuntimeError.
         """
+        max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 30)
         self.reset()
+        mine = self.state
         fed = list(ids)
         for _ in range(max_new_tokens):
             began = time.perf_counter()
@@ -455,9 +458,12 @@ class Decoder(Model):
             self._report.ids.append(token)
             if on_logits is not None:
                 on_logits(logits)
+            read = self.position
             yield token
             if token in self.stop:
                 return
+            if self.state is not mine or self.position != read:
+                raise RuntimeError("the model has begun or read another sequence since: one sequence at a time")
             fed = [token]
 
     @property
