@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from k3lib import trunk as trunk_module
 from k3lib.checkpoint import Checkpoint, CheckpointError, Extent, header_bytes
 from k3lib.linear import Rows, linear
-from k3lib.trunk import (PAGE, File, Files, Packed, Ring, Trunk, aligned, as_float32, data_runs, is_matrix, pack, row_blocks,
+from k3lib.trunk import (PAGE, File, Files, Packed, Ring, Trunk, aligned, as_float32, at_once, data_runs, is_matrix, pack, row_blocks,
                          typed, widened)
 
 DTYPE = {"BF16": np.uint16, "F32": np.float32, "U8": np.uint8}
@@ -237,10 +237,10 @@ def test_falling_back_leaves_a_reader_its_descriptor(tmp_path, monkeypatch):
     closed, real_close = [], os.close
     monkeypatch.setattr(os, "close", lambda fd: (closed.append(fd), real_close(fd)))
     file = File(str(tmp_path / "f"))
-    first = file._fd[0]
+    first = file.descriptor[0]
     start, _ = file.read(buffer := aligned(2 * PAGE), 10, 300)
     assert buffer[start:start + 300].tobytes() == (tmp_path / "f").read_bytes()[10:310]
-    assert file._fd[0] != first and not closed, "closed while another reader may be using it"
+    assert file.descriptor[0] != first and not closed, "closed while another reader may be using it"
     file.close()
     assert len(closed) == 2
 
@@ -423,6 +423,57 @@ def test_products_of_a_streamed_matrix_are_those_of_a_resident_one(tmp_path, tok
         x = np.random.default_rng(3).standard_normal((tokens, array.shape[1])).astype(np.float32)
         same(name, linear(trunk.take(name), x), linear(Rows(array), x))
     trunk.close()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("pad", [0, 1, 6])
+def test_pieces_of_any_size_give_the_resident_product(tmp_path, monkeypatch, compiled, pad):
+    "Also where a piece is one row, where the last one is short, where the offset is odd, and where Python reads."
+    monkeypatch.setattr(trunk_module, "COMPILED_READS", compiled and trunk_module.COMPILED_READS)
+    tensors = some_tensors()
+    checkpoint = write_model(tmp_path / "m", tensors, pad)
+    for piece in (1, 3000, 20_000):
+        monkeypatch.setattr(trunk_module, "PIECE", piece)
+        files = Files()
+        trunk = make_trunk(checkpoint, tensors, files, slots=2, slot_bytes=60_000)
+        before = dict(files.bytes_read)
+        for _ in range(3):
+            trunk.begin()
+            for name in trunk.reads:
+                array = tensors[name][1]
+                x = np.random.default_rng(3).standard_normal((3, array.shape[1])).astype(np.float32)
+                same(name, linear(trunk.take(name), x), linear(Rows(array), x))
+        trunk.close()
+        size = sum(checkpoint.extent(name).nbytes for name in trunk.reads)
+        read = files.bytes_read["trunk"] - before["trunk"]
+        assert 3 * size <= read <= 3 * size + 2 * 60_000, "read more than three passes and what the slots hold ahead"
+        assert files.moved >= read and files.seconds["arithmetic"] > 0
+        files.close()
+
+
+@pytest.mark.skipif(not trunk_module.COMPILED_READS, reason="reads are compiled on Linux alone")
+def test_a_file_cut_off_under_the_compiled_loop(tmp_path):
+    "The loop stops at the piece that is not whole; File.read says what is wrong, and a repaired file works again."
+    tensors = {"a": ("BF16", np.arange(96 * 256, dtype=np.uint16).reshape(96, 256))}
+    checkpoint, path = write_model(tmp_path / "m", tensors), tmp_path / "m" / "model.safetensors"
+    whole = path.read_bytes()
+    trunk = make_trunk(checkpoint, tensors, slots=1)
+    os.truncate(path, len(whole) - 9000)
+    x = np.ones((1, 256), np.float32)
+    for _ in range(2):
+        trunk.begin()
+        with pytest.raises(CheckpointError, match=rf"model.safetensors: ends at byte {len(whole) - 9000}, but bytes .* are needed"):
+            linear(trunk.take("a"), x)
+    path.write_bytes(whole)
+    trunk.begin()
+    same("a", linear(trunk.take("a"), x), linear(Rows(tensors["a"][1]), x))
+    trunk.close()
+
+
+def test_fewer_threads_than_cores_are_a_limit_and_all_cores_are_none(monkeypatch):
+    monkeypatch.setattr(trunk_module, "CORES", 4)
+    assert [at_once(threads) >= 5 for threads in (1, 3, 4)] == [False, False, True]
+    assert (at_once(1), at_once(3)) == (1, 3)
 
 
 # Interruption
@@ -725,6 +776,13 @@ def test_one_row_of_a_table_is_one_read(tmp_path):
     assert trunk.wait_seconds == 0.0
 
 
+def busy(seconds):
+    "Arithmetic that takes so much processor time."
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
 def test_waiting_is_counted_and_working_is_not(tmp_path):
     tensors = {"a": ("BF16", np.zeros((96, 256), np.uint16))}
     checkpoint = write_model(tmp_path / "m", tensors)
@@ -739,7 +797,7 @@ def test_waiting_is_counted_and_working_is_not(tmp_path):
             for _ in W.blocks():
                 time.sleep(0.03)
         else:
-            W.each(lambda first, rows: time.sleep(0.03), 1)
+            W.each(lambda first, rows: busy(0.03), 1)
         wall = time.perf_counter() - began
         assert 0.02 * blocks <= trunk.wait_seconds <= wall - 0.03 * blocks + 0.02, f"{trunk.wait_seconds} s of {wall} s waiting"
         trunk.close()

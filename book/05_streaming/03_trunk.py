@@ -34,25 +34,32 @@ import math
 import mmap
 import os
 import shutil
+import sys
 import threading
 import time
 from itertools import groupby
-from queue import SimpleQueue
 from typing import NamedTuple
 
+import numba
 import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from k3lib.checkpoint import Checkpoint, CheckpointError, header_bytes
-from k3lib.linear import Rows, bf16_to_float32
+from k3lib.linear import INNER, KERNEL, TILE, Rows, bf16_to_float32, matmul_rows
 
 PAGE = 4096  # O_DIRECT wants offsets, lengths and addresses in whole pages
+CORES = numba.config.NUMBA_NUM_THREADS
+MOST_READERS = 64
 ONE_READ = 1 << 30  # Linux moves at most 2 GiB - 4 KiB a call
 ITEMSIZE = {"BF16": 2, "F32": 4, "U8": 1}
 ARRAY_DTYPE = {"BF16": np.uint16, "F32": np.float32, "U8": np.uint8}
 
 # %% tags=["parameters"]
-rows = 4096  # of the matrix that is timed in 5.3.8, of 4096 float32 each
-slot_kib = 1024
+rows = 4096  # of the matrix that is timed in 5.3.9, of 4096 float32 each
+slot_kib = 4096
 readers = 2
 seed = 0
 
@@ -160,7 +167,8 @@ _READ_ONLY, _DIRECT = os.O_RDONLY | getattr(os, "O_BINARY", 0), getattr(os, "O_D
 class File:
     """One shard, read past the page cache where the file system allows it; for any number of threads at once.
 
-    `how` says "direct", or "buffered" and why. Without O_DIRECT the pages a read leaves behind are dropped again.
+    `how` says "direct", or "buffered" and why; `descriptor` is (file descriptor, whether it reads directly). Without O_DIRECT the
+    pages a read leaves behind are dropped again.
     """
 
     def __init__(self, path):
@@ -175,12 +183,12 @@ class File:
     def _use(self, flag, how):
         fd = os.open(self.path, _READ_ONLY | flag)
         self._open.append(fd)
-        self._fd, self.how = (fd, flag != 0), how
+        self.descriptor, self.how = (fd, flag != 0), how
 
     def _go_buffered(self, why):
         "From now on through the page cache. The first descriptor stays open: another reader may be inside a call on it."
         with self._lock:
-            if self._open and not self._fd[1]:
+            if self._open and not self.descriptor[1]:
                 return
             try:
                 self._use(0, f"buffered: {why}")
@@ -199,7 +207,7 @@ class File:
         if len(view) < want:
             raise ValueError(f"{nbytes} bytes at offset {offset} need a buffer of {want}, this one has {len(view)}")
         while low + done < end:
-            fd, direct = self._fd
+            fd, direct = self.descriptor
             try:
                 got = _read_at(self, fd, view[done:done + ONE_READ], low + done)
             except OSError as error:
@@ -210,8 +218,8 @@ class File:
             if low + done + got < end and (got == 0 or direct and got < PAGE):
                 raise CheckpointError(f"{self.path}: ends at byte {os.fstat(fd).st_size}, but bytes {offset} to {end} are needed")
             done += got if low + done + got >= end or not direct else got - got % PAGE
-        if not self._fd[1] and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._fd[0], low, want, os.POSIX_FADV_DONTNEED)
+        if not self.descriptor[1] and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.descriptor[0], low, want, os.POSIX_FADV_DONTNEED)
         return offset - low, done
 
     def close(self):
@@ -291,11 +299,48 @@ class Files:
         self._reading, self._closed = 0, False
         self.bytes_read = {"trunk": 0, "experts": 0, "other": 0}
         self.moved = 0
-        self.read_seconds = 0.0  # summed over readers: seconds inside read calls
+        self.seconds = {"trunk": 0.0, "experts": 0.0, "other": 0.0, "arithmetic": 0.0}  # inside reads; processor time; over all threads
         self.log = None
 
     def read(self, buffer, extent, offset, nbytes, part):
         "Read part of `extent` (from byte `offset` of it) into `buffer`; returns where it begins there."
+        file = self._begin(extent, offset)
+        began, used, moved = time.perf_counter(), 0, 0
+        try:
+            start, moved = file.read(buffer, extent.offset + offset, nbytes)
+            used = nbytes
+        finally:
+            self._end(part, used, moved)
+        self.note(part, began, nbytes)
+        return start
+
+    def stream(self, extent, offset, part, pieces, loop):
+        """Have compiled code read from byte `offset` of `extent` and work on what it reads: loop(descriptor, journal) -> pieces done.
+
+        `pieces`: the bytes of each. In row 0 of `journal`, float64 [1 + pieces, 4], the loop writes when it began (column 1); in the
+        others when a piece was there, when it was done with, the bytes moved, and the processor seconds of the work. Returns 0 for a
+        file that is not read directly.
+        """
+        file = self._begin(extent, offset)
+        done, journal = 0, np.zeros((len(pieces) + 1, 4))
+        try:
+            descriptor, direct = file.descriptor
+            if direct:
+                done = loop(descriptor, journal)
+        finally:
+            self._end(part, sum(pieces[:done]), int(journal[1:done + 1, 2].sum()))
+        read = journal[1:done + 1, 0] - journal[:done, 1]
+        with self._turn:
+            self.seconds[part] += float(read.sum())
+            self.seconds["arithmetic"] += float(journal[1:done + 1, 3].sum())
+            if self.log is not None:
+                name = threading.current_thread().name
+                for before, (arrived, ended, *_), nbytes in zip(journal[:done, 1], journal[1:done + 1], pieces):
+                    self.log += Event(part, name, before, arrived, nbytes), Event("arithmetic", name, arrived, ended, nbytes)
+        return done
+
+    def _begin(self, extent, offset):
+        "The File of an extent, opened at its first use; it stays open until _end."
         with self._turn:
             if self._closed:
                 raise CheckpointError(f"{extent.file}: bytes at offset {extent.offset + offset} are asked for after the files were closed")
@@ -303,25 +348,28 @@ class Files:
             if file is None:
                 file = self._files[extent.file] = File(extent.file)
             self._reading += 1
-        began, moved = time.perf_counter(), 0
-        try:
-            start, moved = file.read(buffer, extent.offset + offset, nbytes)
-        finally:
-            ended = time.perf_counter()
-            with self._turn:
-                self._reading -= 1
-                self.bytes_read[part] += nbytes if moved else 0
-                self.moved += moved
-                self.read_seconds += ended - began
-                if self._closed:
-                    self._ended.notify_all()
-        self.note(part, began, nbytes)
-        return start
+            return file
 
-    def note(self, what, began, nbytes):
-        "Add an Event that ends now to the log, if one is kept."
-        if self.log is not None:
-            self.log.append(Event(what, threading.current_thread().name, began, time.perf_counter(), nbytes))
+    def _end(self, part, nbytes, moved):
+        with self._turn:
+            self._reading -= 1
+            self.bytes_read[part] += nbytes
+            self.moved += moved
+            if self._closed:
+                self._ended.notify_all()
+
+    def note(self, what, began, nbytes, seconds=None):
+        "Count `seconds`, or else the time since `began`, for `what`; an Event in the log, if one is kept."
+        ended = time.perf_counter()
+        with self._turn:
+            self.seconds[what] += ended - began if seconds is None else seconds
+            if self.log is not None:
+                self.log.append(Event(what, threading.current_thread().name, began, ended, nbytes))
+
+    @property
+    def read_seconds(self):
+        "Seconds inside read calls, summed over the readers."
+        return sum(seconds for what, seconds in self.seconds.items() if what != "arithmetic")
 
     def array(self, extent, part, first=0, rows=None):
         "The tensor, or `rows` rows of it from row `first`, as an owned array: uint16 for BF16, else its own dtype."
@@ -379,36 +427,16 @@ class Read(NamedTuple):
     nbytes: int
     part: str
 
+    def after(self, rows):
+        "The same read without its first `rows` rows."
+        skipped = rows * (self.nbytes // self.rows)
+        return self._replace(first=self.first + rows, rows=self.rows - rows, begin=self.begin + skipped, nbytes=self.nbytes - skipped)
+
 # %% [markdown]
 # A block can leave the ring in two ways. `take` hands it to whoever asks, in order. `each` turns it round: the caller hands over a
-# function, and the reader that has just filled a slot multiplies it, while the rows are still in its core's cache. Then the
-# threads that read are the threads that compute, so something must say how many may compute at a time, and see when nobody does.
-
-# %% tags=["export"]
-class Arithmetic:
-    "Entered by whoever multiplies: at most `threads` at a time. `idle` sums the seconds in which nobody did."
-
-    def __init__(self, threads):
-        self.threads, self.idle = threads, 0.0
-        self._room, self._turn, self._running, self._since = SimpleQueue(), threading.Lock(), 0, time.perf_counter()
-        for _ in range(threads):
-            self._room.put(None)
-
-    def __enter__(self):
-        self._room.get()
-        with self._turn:
-            if self._running == 0:
-                self.idle += time.perf_counter() - self._since
-            self._running += 1
-
-    def __exit__(self, *_):
-        with self._turn:
-            self._running -= 1
-            if self._running == 0:
-                self._since = time.perf_counter()
-        self._room.put(None)
-
-# %% [markdown]
+# function, and readers call it on the blocks of a matrix, as many at a time as there are threads for arithmetic. A block that was read
+# ahead is multiplied out of its slot. One that was not is better read by whoever multiplies it, a piece at a time (5.3.6).
+#
 # Three decisions in the ring are not obvious. Slots go out last in, first out, so that a ring of sixteen slots uses two as long as two
 # are enough. Blocks are numbered for good, across passes: a late release of a block that no longer exists frees nothing. And readers wait
 # on one condition, the consumer on another, so that a finished block wakes whoever it concerns.
@@ -430,11 +458,12 @@ class Ring:
         self.wait_seconds = 0.0
         self._turn = threading.Lock()
         self._work, self._news = threading.Condition(self._turn), threading.Condition(self._turn)  # for readers; for the consumer
-        self._stopped = self._paused = False
+        self._stopped = self._paused = self._failed = False
         self._issued = self._taken = self._first = 0  # next block to read, next to hand out, the one the walk began with
         self._free = [*range(slots)]  # the slot given back last goes out first: it is still in a cache
         self._slot, self._filled = {}, {}  # block: slot, from its issue to its release; block: data or what was raised
-        self._call, self._until, self._due, self._failure = None, 0, [], None  # blocks below `until` are for `call`
+        self._call = self._stream = self._failure = None
+        self._until, self._most, self._due = 0, 0, []  # blocks below `until` are for `call`, at most so many at a time
         self._left = self._calling = self._busy = self._waiting = 0  # calls not ended; readers that call; at work; without work
         self._readers = [threading.Thread(target=self._serve, name=f"k3-trunk-{i}", daemon=True) for i in range(readers)]
         for thread in self._readers:
@@ -460,34 +489,36 @@ class Ring:
             self._give_back(number)
             self._work.notify()
 
-    def each(self, number, count, work, threads):
+    def each(self, number, count, work, threads, stream=None):
         """Have the readers call work(read, data) on each of `count` blocks from `number`, the next, in any order, at most
         `threads` at a time.
 
-        Returns when all calls have ended; raises what one of them, or a reader, raised.
+        A block that has not been read yet is first offered to stream(read, slot), which reads and works on its own and returns how
+        many rows it has done; `work` gets the others. Returns when all calls have ended; raises what one of them, or a reader, raised.
         """
-        arithmetic = Arithmetic(threads)
-
         def call(read, data):
-            with arithmetic:
-                began = time.perf_counter()
-                work(read, data)
-                self.files.note("arithmetic", began, read.nbytes)
+            began, busy = time.perf_counter(), time.thread_time()
+            work(read, data)
+            self.files.note("arithmetic", began, read.nbytes, time.thread_time() - busy)
 
+        began, busy = time.perf_counter(), self.files.seconds["arithmetic"]
         with self._turn:
             self._claim(number, count)
-            self._call, self._left, self._until, self._failure = call, count, number + count, None
+            self._call, self._stream, self._most, self._failure = call, stream, threads, None
+            self._left, self._until = count, number + count
             self._due = [n for n in range(number, self._until) if n in self._filled]
             self._work.notify_all()
             try:
                 while self._left and self._failure is None and not self._stopped:
                     self._news.wait()
             finally:
+                self._failed = self._left > 0 or self._failure is not None
                 self._call, self._until = None, 0
                 self._due.clear()
                 while self._calling:
                     self._news.wait()
-            self.wait_seconds += arithmetic.idle
+            busy = self.files.seconds["arithmetic"] - busy
+            self.wait_seconds += max(0.0, time.perf_counter() - began - busy / min(threads, CORES))
             self._check_open()
             if self._failure is not None:
                 raise self._failure
@@ -506,13 +537,13 @@ class Ring:
         "Number of the block that starts a pass: the next one, if the pass before has ended well; else the ring is rewound."
         with self._turn:
             out = self._issued < self._taken or any(number < self._taken for number in self._slot)
-            if out or (self._taken - self._first) % len(self.reads):
+            if out or self._failed or (self._taken - self._first) % len(self.reads):
                 self._rewind()
             return self._taken
 
     def _rewind(self):
         "Drop what was read ahead and what was not given back, and begin again at the first read."
-        self._paused = True
+        self._paused, self._failed = True, False
         try:
             while self._busy:
                 self._news.wait()
@@ -548,10 +579,13 @@ class Ring:
 
     def _next(self):
         "(block, call): a block of the open matrix that was read ahead, else the next read; None while there is no slot for it."
-        if self._due:
-            number, call = self._due.pop(), self._call
+        call = self._call if self._calling < self._most else None
+        if self._due and call is not None:
+            number = self._due.pop()
         elif self._free and not self._paused:
-            number, call = self._issued, self._call if self._issued < self._until else None
+            number = self._issued
+            if number >= self._until:
+                call = None
             self._issued += 1
             self._slot[number] = self._free.pop()
         else:
@@ -564,11 +598,15 @@ class Ring:
 
     def _do(self, number, call):
         "The block's data, or None if they were given to `call`; or what was raised."
-        read = self.reads[(number - self._first) % len(self.reads)]
+        read, slot = self.reads[(number - self._first) % len(self.reads)], self.memory[self._slot[number]]
         try:
             data = self._filled.pop(number, None)
+            if data is None and call is not None and self._stream is not None:
+                read = read.after(self._stream(read, slot))
+                if not read.rows:
+                    return None
             if data is None:
-                data = self._fill(self.memory[self._slot[number]], read)
+                data = self._fill(slot, read)
             if call is None:
                 return data
             if isinstance(data, BaseException):
@@ -632,7 +670,108 @@ for kib in (256, 1024, 8192):
     print(f"q_proj through slots of {kib:4} KiB: {len(cut):3} blocks of {cut[0].rows} rows, {cut[0].nbytes / 1e6:.2f} MB, the last of {cut[-1].rows}")
 print("kv_b_proj, a head's 256 rows together:", [r.rows for r in row_blocks(Extent("s", 8, 24576 * 1024, "BF16", (24576, 512)), 256, 1 << 20, "trunk")][:3], "...")
 
+# %% [markdown]
+# ## 5.3.6 Read, multiply, read, multiply
+#
+# A reader that fills a slot and then calls a kernel from Python does each of these steps under the interpreter's lock, for every megabyte. Larger
+# slots would make the calls rarer, but a slot that does not fit the core's own cache is written out to memory and fetched back. So the
+# loop over pieces is compiled: read a megabyte, multiply its rows, read the next into the same place. `pread` and the clock are two
+# functions of the C library, and an intrinsic is all it takes to call them; what the loop has done it leaves in a journal.
+#
+# Nothing unusual is handled here. A read that fails, comes short or begins at an odd address ends the loop, and the rest of the block takes
+# the way through `File.read`, which knows what to do or what to say. Systems other than Linux always take that way.
+
 # %% tags=["export"]
+COMPILED_READS = sys.platform == "linux" and sys.maxsize > 2**32  # elsewhere the same reads are made from Python, a slot at a time
+PIECE = 1 << 20  # bytes read and multiplied at a time: with a vector they stay in a core's own cache
+WALL, BUSY = 1, 3  # Linux's numbers of two clocks: that of time.perf_counter, and the processor time of this thread
+
+
+@intrinsic
+def _pread(typingctx, descriptor, buffer, at, nbytes, offset):
+    "(int64, uint8[:], int64, int64, int64) -> bytes read into buffer[at:], or -1."
+    signature = types.int64(types.int64, types.Array(types.uint8, 1, "C"), types.int64, types.int64, types.int64)
+
+    def codegen(context, builder, sig, args):
+        descriptor, buffer, at, nbytes, offset = args
+        place = builder.gep(context.make_array(sig.args[1])(context, builder, buffer).data, [at])
+        word, integer = ir.IntType(64), ir.IntType(32)
+        pread = cgutils.get_or_insert_function(builder.module, ir.FunctionType(word, [integer, place.type, word, word]), "pread")
+        return builder.call(pread, [builder.trunc(descriptor, integer), place, nbytes, offset])
+    return signature, codegen
+
+
+@intrinsic
+def clock(typingctx, which):
+    "(WALL or BUSY) -> its seconds, float64."
+    def codegen(context, builder, sig, args):
+        word, integer = ir.IntType(64), ir.IntType(32)
+        time_spec = cgutils.alloca_once(builder, ir.LiteralStructType([word, word]))
+        call = cgutils.get_or_insert_function(builder.module, ir.FunctionType(integer, [integer, time_spec.type]), "clock_gettime")
+        builder.call(call, [builder.trunc(args[0], integer), time_spec])
+        seconds, nanoseconds = (builder.sitofp(builder.load(cgutils.gep_inbounds(builder, time_spec, 0, i)), ir.DoubleType()) for i in (0, 1))
+        return builder.fadd(seconds, builder.fmul(nanoseconds, ir.DoubleType()(1e-9)))
+    return types.float64(types.int64), codegen
+
+
+@njit(**INNER)
+def read_piece(descriptor, offset, nbytes, slot, at, note):
+    "Read `nbytes` at `offset` into slot[at:], `at` a whole page; returns where they begin, -1 if not all of them came. `note`: a journal's row."
+    low = offset - offset % PAGE
+    want = (offset + nbytes - low + PAGE - 1) // PAGE * PAGE
+    got = _pread(descriptor, slot, at, want, low)
+    note[0], note[2], note[3] = clock(WALL), got, clock(BUSY)
+    return at + offset - low if got >= offset + nbytes - low else -1
+
+
+@njit(**INNER)
+def worked(note):
+    "Write down that the piece has been multiplied."
+    note[1], note[3] = clock(WALL), clock(BUSY) - note[3]
+
+
+@njit(**KERNEL)
+def _stream_rows(descriptor, offset, rows, piece, slot, elements, k, x, out, first, journal):
+    "Rows [rows, k] at `offset`, read `piece` at a time into `slot`, of which `elements` is another view; returns the pieces done."
+    journal[0, 1] = clock(WALL)
+    row = k * elements.itemsize
+    for p in range(len(journal) - 1):
+        n = min(piece, rows - p * piece)
+        begin = read_piece(descriptor, offset + p * piece * row, n * row, slot, 0, journal[p + 1])
+        if begin < 0 or begin % elements.itemsize:
+            return p
+        start = begin // elements.itemsize
+        matmul_rows(elements[start:start + n * k].reshape(n, k), x, out, first + p * piece)
+        worked(journal[p + 1])
+    return len(journal) - 1
+
+
+def pieces_of(rows, row_bytes):
+    "(rows a piece, bytes of every piece) for `rows` rows of `row_bytes`."
+    fit = PIECE // row_bytes
+    piece = fit // TILE * TILE or fit // 4 * 4 or 1  # as the kernels take them, where there is room
+    return piece, [min(piece, rows - r) * row_bytes for r in range(0, rows, piece)]
+
+
+def stream_rows(files, read, slot, x, out):
+    "Read and multiply the rows of a block; returns how many were done. A read that fails or comes short ends it: File.read says why."
+    row = read.nbytes // read.rows
+    piece, pieces = pieces_of(read.rows, row)
+    elements = slot.view(ARRAY_DTYPE[read.extent.dtype])
+    done = files.stream(read.extent, read.begin, read.part, pieces, lambda descriptor, journal: _stream_rows(
+        descriptor, read.extent.offset + read.begin, read.rows, piece, slot, elements, row // elements.itemsize, x, out, read.first, journal))
+    return min(done * piece, read.rows)
+
+# %% [markdown]
+# How many readers may do this at a time? If the caller gives some of the cores, as many as that. If it gives all, more than there are
+# cores: one that waits for its device leaves the core to another.
+
+# %% tags=["export"]
+def at_once(threads):
+    "How many readers may read and multiply at a time when the arithmetic has `threads` threads."
+    return threads if threads < CORES else max(threads, MOST_READERS)
+
+
 class Streamed:
     "A matrix that goes by once: its blocks are slots of the ring, the first of them block `number`."
 
@@ -658,6 +797,15 @@ class Streamed:
         def call(read, data):
             work(read.first, data.reshape(read.rows, *self.shape[1:]))
         self.ring.each(self.number, len(self.reads), call, threads)
+
+    def multiply(self, x, out, threads):
+        "out float32 [T, n] = x W^T for x as `linear` lays it out. What has not been read ahead is read and multiplied in pieces."
+        def work(read, data):
+            matmul_rows(data.reshape(read.rows, self.shape[1]), x, out, read.first)
+
+        def stream(read, slot):
+            return stream_rows(self.ring.files, read, slot, x, out)
+        self.ring.each(self.number, len(self.reads), work, at_once(threads), stream if COMPILED_READS else None)
 
 # %% [markdown]
 # A slot is given back when the next block is asked for, not in a `finally`: a loop that is broken off leaves its slot behind, and the next
@@ -731,7 +879,7 @@ class Trunk:
             self.ring.close()
 
 # %% [markdown]
-# ## 5.3.6 The gate: streamed equals resident
+# ## 5.3.7 The gate: streamed equals resident
 #
 # One layer and a half of the embedded model, multiplied resident and through rings of different sizes, twice over. A wrong slot, a stale
 # block or a lost row would change bytes.
@@ -746,6 +894,13 @@ MATRICES = [name for name in WALK if is_matrix(name, checkpoint.extent(name))]
 
 def ramp(n):
     return np.linspace(-1, 1, n, dtype=np.float32)[None]
+
+
+class Whole(Ring):
+    "Every block is read whole before it is multiplied."
+
+    def each(self, number, count, work, threads, stream=None):
+        super().each(number, count, work, threads)
 
 
 def products(slots, slot_bytes, readers, passes=2, ring=Ring):
@@ -765,16 +920,17 @@ def products(slots, slot_bytes, readers, passes=2, ring=Ring):
 
 
 expected = np.concatenate([linear(Rows(checkpoint.raw(name)), ramp(checkpoint.extent(name).shape[1])).ravel() for name in MATRICES] * 2)
-for slots, slot_bytes, threads in ((1, 20_000, 1), (2, 20_000, 2), (3, 50_000, 2), (40, 80_000, 3)):
-    assert products(slots, slot_bytes, threads).tobytes() == expected.tobytes()
-print("four rings, two passes each, the bytes of the resident product: True")
+for ring in (Ring, Whole):
+    for slots, slot_bytes, threads in ((1, 20_000, 1), (2, 20_000, 2), (3, 50_000, 2), (40, 80_000, 3)):
+        assert products(slots, slot_bytes, threads, ring=ring).tobytes() == expected.tobytes()
+print("four rings, in pieces and whole, two passes each, the bytes of the resident product: True")
 
 # %% [markdown]
 # Three rings that break the rule, on purpose. The first fills a slot that is still in use, the second gives out a block twice and skips
 # one, the third begins the second pass one block late. All three run without an error; none passes.
 
 # %%
-class Hasty(Ring):
+class Hasty(Whole):
     "Its slots are free again the moment they are handed out."
 
     def take(self, number):
@@ -783,18 +939,18 @@ class Hasty(Ring):
         time.sleep(1e-3)  # a product that takes its time
         return data
 
-    def each(self, number, count, work, threads):
+    def each(self, number, count, work, threads, stream=None):
         for n in range(number, number + count):
             work(self.reads[n % len(self.reads)], self.take(n))
 
 
-class Stuttering(Ring):
+class Stuttering(Whole):
     def _fill(self, slot, read):
         i = self.reads.index(read)
         return super()._fill(slot, self.reads[i - 1] if i % 2 and self.reads[i - 1].nbytes == read.nbytes else read)
 
 
-class Shifted(Ring):
+class Shifted(Whole):
     def _fill(self, slot, read):
         i, late = self.reads.index(read), self._issued > len(self.reads)
         other = self.reads[(i + 1) % len(self.reads)]
@@ -810,23 +966,13 @@ for ring in (Hasty, Stuttering, Shifted):
 # The tests go further: readers that sleep at random, every slot poisoned when it is given back, fifty runs; passes broken off at every
 # block; a matrix abandoned half-way, which must be an error and not a shift by the rows that were left.
 #
-# ## 5.3.7 What waits for what
+# ## 5.3.8 What waits for what
 #
 # A matrix of 16 MB of real bytes, eight tokens, and three ways through it: read a block, then multiply it; a ring, whose caller multiplies; a
-# ring whose readers multiply. Every read and every product leaves an event.
+# ring whose readers read and multiply in pieces. Every read and every product leaves an event.
 
 # %%
-from numba import njit
-
-from k3lib.linear import dot
-
-
-@njit(nogil=True)
-def multiply(block, x, out, first):
-    for r in range(len(block)):
-        for t in range(len(x)):
-            out[t, first + r] = dot(block[r], x[t])
-
+from k3lib.mxfp4 import aligned as on_a_line
 
 width = 4096
 matrix = np.random.default_rng(seed).standard_normal((rows, width)).astype(np.float32)
@@ -845,12 +991,15 @@ class OneByOne:
     def __init__(self, files, extent, reads):
         self.files, self.extent, self.reads, self.slot = files, extent, reads, aligned(max(read.nbytes for read in reads) + 2 * PAGE)
 
+    def multiplied(self, block, x, out, first):
+        began = time.perf_counter()
+        matmul_rows(block, x, out, first)
+        self.files.note("arithmetic", began, block.nbytes)
+
     def run(self, x, out):
         for read in self.reads:
             start = self.files.read(self.slot, self.extent, read.begin, read.nbytes, "trunk")
-            began = time.perf_counter()
-            multiply(typed(self.slot, start, read.nbytes, "F32").reshape(read.rows, width), x, out, read.first)
-            self.files.note("arithmetic", began, read.nbytes)
+            self.multiplied(typed(self.slot, start, read.nbytes, "F32").reshape(read.rows, width), x, out, read.first)
 
     def close(self):
         self.files.close()
@@ -859,13 +1008,14 @@ class OneByOne:
 class CallerMultiplies(OneByOne):
     def __init__(self, files, extent, reads):
         self.files, self.extent, self.reads = files, extent, reads
-        self.ring = Ring(files, reads, 8, max(read.nbytes for read in reads) + 2 * PAGE, readers)
+        self.ring = Ring(files, reads, 4, max(read.nbytes for read in reads) + 2 * PAGE, readers)
+
+    def streamed(self):
+        return Streamed(self.ring, self.extent, self.reads, self.ring.begin())
 
     def run(self, x, out):
-        for first, block in Streamed(self.ring, self.extent, self.reads, self.ring.begin()).blocks():
-            began = time.perf_counter()
-            multiply(block, x, out, first)
-            self.files.note("arithmetic", began, block.nbytes)
+        for first, block in self.streamed().blocks():
+            self.multiplied(block, x, out, first)
 
     def close(self):
         self.ring.close()
@@ -874,27 +1024,27 @@ class CallerMultiplies(OneByOne):
 
 class ReadersMultiply(CallerMultiplies):
     def run(self, x, out):
-        streamed = Streamed(self.ring, self.extent, self.reads, self.ring.begin())
-        streamed.each(lambda first, block: multiply(block, x, out, first), readers)
+        self.streamed().multiply(x, out, readers)
 
 
 def timed(way, extent, kib, tokens, passes=2):
     "(seconds, processor seconds, events, product) of one pass of `way` over a matrix, the fastest of a few."
-    files = Files()
+    files, x = Files(), on_a_line((tokens, width))
     machine = way(files, extent, row_blocks(extent, 1, kib << 10, "trunk"))
-    runs, x = [], np.repeat(ramp(width), tokens, 0)
+    x[:] = ramp(width)
+    runs = []
     for _ in range(passes):
         files.log, out = [], np.zeros((tokens, extent.shape[0]), np.float32)
-        began, worked = time.perf_counter(), time.process_time()
+        began, busy = time.perf_counter(), time.process_time()
         machine.run(x, out)
-        runs.append((time.perf_counter() - began, time.process_time() - worked, files.log, out))
+        runs.append((time.perf_counter() - began, time.process_time() - busy, files.log, out))
     machine.close()
-    return min(runs, key=lambda run: run[1])
+    return min(runs, key=lambda run: run[0])
 
 
-WAYS = {"read, then multiply": OneByOne, "a ring, the caller multiplies": CallerMultiplies, "a ring, its readers multiply": ReadersMultiply}
+WAYS = {"read, then multiply": OneByOne, "a ring, the caller multiplies": CallerMultiplies, "readers read and multiply": ReadersMultiply}
 sixteen = first_rows(1024)
-digests = {hashlib.sha256(timed(way, sixteen, slot_kib, 8)[3]).hexdigest() for way in WAYS.values()}
+digests = {hashlib.sha256(timed(way, sixteen, slot_kib // 4, 8)[3]).hexdigest() for way in WAYS.values()}
 assert len(digests) == 1
 print("three ways, one result: True")
 
@@ -912,51 +1062,54 @@ def timeline(ax, log, title):
 
 fig, axes = plt.subplots(3, 1, figsize=(6, 4.4), sharex=True)
 for ax, (name, way) in zip(axes, WAYS.items()):
-    seconds, _, log, _ = min((timed(way, sixteen, slot_kib, 8, passes=6) for _ in range(3)), key=lambda run: run[0])
+    seconds, _, log, _ = timed(way, sixteen, slot_kib // 4, 8, passes=12)
     timeline(ax, log, f"{name}: {seconds * 1e3:.0f} ms")
 axes[2].set_xlabel("time, ms (blue: reading, orange: multiplying)")
 plt.show()
 
 # %% [markdown]
 # In the first picture nothing overlaps. In the second the caller multiplies what readers have put down, at the price of fetching it from
-# another core's cache or from memory. In the third each thread reads a block and multiplies it, and what one waits for the other does not.
-# At the left edge of the last two the readers have run ahead: part of the next pass was there before it began.
+# another core's cache or from memory. In the third every reader goes through its block in pieces of its own, and what one waits for the
+# other does not. At the left edge of the last two the readers have run ahead: part of the next pass was there before it began.
 #
-# ## 5.3.8 Making it fast
+# ## 5.3.9 Making it fast
 #
 # What does a byte cost on its way? The device sets a floor: no ring is faster than the disk. With holes, which the kernel fills with zeros as
-# fast as it can write, the processor sets it, and then the size of a slot decides. A slot that fits the core's own cache together with the
-# vector is written and read there; a large one goes out to memory and back. One token, a 64 MB matrix:
+# fast as it can write, the processor sets it, and then it matters where the bytes are between the read and the product. One token, a 64 MB matrix:
 
 # %% tags=["nbval-ignore-output"]
-def rates(way, where, kib):
-    "(GB a second, GB a second of processor time) of the best of a few passes over the whole matrix."
-    seconds, worked, _, _ = timed(way, first_rows(rows, where), kib, 1, passes=6)
-    return matrix.nbytes / 1e9 / seconds, matrix.nbytes / 1e9 / worked
+def rates(way, where, kib=slot_kib):
+    "(GB a second, GB a second of processor time) of the fastest of some passes over the whole matrix."
+    seconds, busy, _, _ = timed(way, first_rows(rows, where), kib, 1, passes=8)
+    return matrix.nbytes / 1e9 / seconds, matrix.nbytes / 1e9 / busy
 
 
 print(f"{'':<32}{'from the device':>17}{'holes':>24}")
 for name, way in WAYS.items():
-    (device, _), (wall, worked) = rates(way, "matrix", slot_kib), rates(way, "holes", slot_kib)
-    print(f"{name:<32}{device:>12.1f} GB/s{wall:>12.1f} GB/s, {worked:.1f} per core")
+    (device, _), (wall, worked_rate) = rates(way, "matrix"), rates(way, "holes")
+    print(f"{name:<32}{device:>12.1f} GB/s{wall:>12.1f} GB/s, {worked_rate:.1f} per core")
 
 # %% tags=["nbval-ignore-output"]
-sizes = [128, 256, 512, 1024, 2048, 4096, 8192]
+sizes, by_size, usual = [64, 128, 256, 512, 1024, 2048, 4096], [], PIECE
+for kib in sizes:
+    PIECE = kib << 10  # the compiled loop is told how many rows make a piece
+    by_size.append(rates(ReadersMultiply, "holes")[1])
+PIECE = usual
 fig, ax = plt.subplots()
-for name, way, marker in (("readers multiply", ReadersMultiply, "o-"), ("caller multiplies", CallerMultiplies, "s--")):
-    ax.plot(sizes, [rates(way, "holes", kib)[1] for kib in sizes], marker, label=name)
+ax.plot(sizes, by_size, "o-")
+ax.axhline(rates(CallerMultiplies, "holes")[1], color="0.6", lw=1)
+ax.text(sizes[0], rates(CallerMultiplies, "holes")[1] * 1.05, "the caller multiplies", fontsize=8, color="0.4")
 ax.set_xscale("log", base=2)
 ax.set_xticks(sizes, sizes)
-ax.set(xlabel="bytes in a slot, KiB", ylabel="GB a second of processor time", title="Small slots stay in a core's cache; too small ones drown in calls", ylim=0)
-ax.legend()
+ax.set(xlabel="bytes in a piece, KiB", ylabel="GB a second of processor time", title="The best piece fills the core's own cache, and no more", ylim=0)
 plt.show()
 
 # %% [markdown]
-# What did not help: huge pages for the slots (a megabyte is 256 small pages, which a core's table holds), more slots than four (the last in,
-# first out order does not touch them), more readers than cores while the processor is the limit. What did: letting the reader multiply; waking
-# a thread only when there is something for it; one visit to the lock a block instead of two.
+# What did not help: huge pages for the slots; a Python call a megabyte (at K3's 111 GB a token that is 110,000 calls, and two readers stand in line for one
+# interpreter); long rings, because what is read far ahead has left the cache when its turn comes. Slots go out last in, first out for the same
+# reason. What did: the compiled loop; waking a thread only when there is something for it; one visit to the lock a block instead of two.
 #
-# ## 5.3.9 Why the front of the walk is pinned
+# ## 5.3.10 Why the front of the walk is pinned
 #
 # Memory left over could be a cache. But a pass is a cycle: when a block is asked for again, everything else has been asked for
 # since. A least-recently-used cache smaller than the cycle has always just thrown away the block that comes next. Pinning any
@@ -1006,7 +1159,7 @@ plt.show()
 # The same argument says that the trunk gets memory before experts do: a pinned trunk byte is used at every token, a cached
 # expert only if the router comes back to it (chapter 5.4).
 #
-# ## 5.3.10 The trunk on a faster disk
+# ## 5.3.11 The trunk on a faster disk
 #
 # Streaming needs no preparation. But the trunk is 108.8 GB of 1,561, read at every token, and a small fast disk may be at hand. `pack` copies the
 # walk, in use order, into plain safetensors files: a checkpoint of its own. What the source left as holes stays holes.
@@ -1203,15 +1356,15 @@ files.close()
 shutil.rmtree(scratch)
 
 # %% [markdown]
-# ## 5.3.11 What it costs in K3
+# ## 5.3.12 What it costs in K3
 #
-# With the released shapes (`fixtures/k3`), slots of 1 MiB. Widening to whole pages adds at most two pages to a block. The ring replaces what an engine
+# With the released shapes (`fixtures/k3`), slots of 4 MiB. Widening to whole pages adds at most two pages to a block. The ring replaces what an engine
 # that loads layer by layer must hold: 2.34 GB for layer 0 alone.
 
 # %%
 from k3lib.config import read_config
 
-SLOT, SLOTS = 1 << 20, 16
+SLOT, SLOTS = 4 << 20, 6
 k3 = read_config(ROOT / "fixtures" / "k3")
 trunk = [(name, Extent("", 8, int(np.prod(shape)) * ITEMSIZE[dtype], dtype, shape)) for name, dtype, shape in k3.tensors()
          if ".layers." in name and ".experts." not in name or "lm_head" in name]
@@ -1235,6 +1388,6 @@ print(f"widening: at most {2 * PAGE * len(blocks) / streamed:.1%} more bytes; th
 # 1. In `schedule`, let a product take 3 ticks and a read 2. How many slots are enough, and what is the total for $n$ blocks?
 # 2. Change `lru_hits` to evict the *most* recently used block. What does it save at half the cycle, and why is that nearly the optimum?
 # 3. How many bytes does widening add to one pass over the embedded model? `Files.moved` counts them; compare with K3's blocks.
-# 4. Give `Ring` a first-in, first-out list of free slots and measure 5.3.8 again. Which column changes?
+# 4. Give `Ring` a first-in, first-out list of free slots and measure 5.3.9 again. Which column changes?
 #
 # Next: [5.4 Experts](04_experts.ipynb), the one part of a pass that nobody can order in advance.
