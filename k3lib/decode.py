@@ -2,12 +2,12 @@
 
 Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
-# built on checkpoint b1d093d706e9
+# built on checkpoint a92773a317f6
 # built on config 14b2a1a890ac
-# built on experts 62d649b0207a
+# built on experts ff1765f79420
 # built on model b12b19fdb537
 # built on tokenizer 2e9895b018e7
-# built on trunk 6556e3addf06
+# built on trunk af9501e753d8
 
 import dataclasses
 import json

@@ -3,7 +3,7 @@
 Made from book/05_streaming/04_experts.py: edit that, then run `make export`.
 """
 # built on moe 7c7aee022490
-# built on trunk 6556e3addf06
+# built on trunk af9501e753d8
 
 import threading
 import time

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from k3lib import checkpoint
 from k3lib.checkpoint import (
-    EXPERT_TENSORS, ITEMSIZE, READ_MAX, Checkpoint, CheckpointError, header_bytes, join_name, parse_header, split_name,
+    EXPERT_TENSORS, ITEMSIZE, READ_MAX, Checkpoint, CheckpointError, header_bytes, join_name, parse_header, quick_header, split_name,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,6 +121,17 @@ def test_no_such_expert(oracle, layer, expert):
         oracle.expert(layer, expert)
 
 
+def test_kinds_of_a_pattern(oracle):
+    scale = EXPERT_TENSORS["w2_scale"]
+    assert oracle.kinds_of(scale, range(1, 13), range(16)) == {("U8", (64, 3))}
+    for layers, experts in ([0, 1], [0]), ([1, 2, 3], range(17)), ([13], [0]), ([1], [-1]):
+        assert None in oracle.kinds_of(scale, layers, experts)
+    norm, A_log = "language_model.model.layers.#.input_layernorm.weight", "language_model.model.layers.#.self_attn.A_log"
+    assert oracle.kinds_of(norm, range(13), [-1]) == {("BF16", (128,))} and oracle.kinds_of(A_log, range(4), [-1]) == {("F32", (32,)), None}
+    assert oracle.kinds_of("language_model.lm_head.weight", [-1], [-1]) == {("BF16", (512, 128))}
+    assert oracle.kinds_of("no such", [-1], [-1]) == {None}
+
+
 def test_part_of_a_tensor(oracle):
     name = "language_model.model.embed_tokens.weight"
     row = np.empty(256, np.uint8)
@@ -145,6 +156,17 @@ def test_split_names_join_and_stay_distinct(names):
     assert [join_name(*s) for s in splits] == list(names)
     assert len(set(splits)) == len(names)
     assert all(-1 <= n < 1_000_000 for s in splits for n in s[1:])  # so that both fit a key
+
+
+E5 = "language_model.model.layers.3.block_sparse_moe.experts.5."
+
+
+@given(st.lists(st.one_of(NAMES, NAMES.map(lambda end: E5 + end), st.sampled_from([E5 + "\n", "a\nb", E5[:-1], E5.replace("3", "03")]))))
+def test_keys_of_many_names_are_those_of_each(names):
+    numbers = {}
+    keys = checkpoint._keys(names, lambda pattern: numbers.setdefault(pattern, len(numbers)))
+    assert keys.dtype == np.int64
+    assert keys.tolist() == [checkpoint._key(numbers[pattern], *LE) for pattern, *LE in map(split_name, names)]
 
 
 def test_odd_names_are_found(tmp_path):
@@ -258,12 +280,23 @@ ENTRY = st.one_of(FIELD, st.fixed_dictionaries({"dtype": st.sampled_from(["F32",
                   st.dictionaries(st.sampled_from(["dtype", "shape", "data_offsets", "x"]), FIELD))
 
 
+def quick_rows(text, data_bytes):
+    "What quick_header gives, as parse_header would, or None."
+    columns = quick_header(text, data_bytes)
+    if columns is None:
+        return None
+    names, kind, begin, end, kind_of = columns
+    return sorted(((name, *kind_of[k], int(b), int(e)) for name, k, b, e in zip(names, kind, begin, end)), key=lambda row: row[3:])
+
+
 def believed_only_if_the_library_does(text, data):
+    quick = quick_rows(text, len(data))
     try:
         rows = parse_header(text, len(data), "f")
     except CheckpointError as error:
-        assert "\n" not in str(error)
+        assert "\n" not in str(error) and quick is None
         return
+    assert quick is None or quick == rows
     theirs = dict(safetensors.deserialize(file_of(text, data)))
     assert {name: (dtype, list(shape), data[b:e]) for name, dtype, shape, b, e in rows} == {
         name: (t["dtype"], t["shape"], bytes(t["data"])) for name, t in theirs.items()}
@@ -283,6 +316,33 @@ def test_any_damaged_text_is_believed_only_if_the_library_believes_it(edits, siz
     for place, byte in edits:
         text[place] = byte
     believed_only_if_the_library_does(bytes(text), (TOY_DATA + b"\0")[:size])
+
+
+@pytest.mark.parametrize("front", ["{", '{"__metadata__":{"format":"pt"},', '{ "__metadata__" : {},'])
+def test_usual_headers_are_read_by_columns(front):
+    tensors = [("z.é", "F32", [3]), (E5 + "w", "U8", [5, 2]), ("nil", "I64", [0]), ("one", "F64", []), ("a", "BF16", [1, 3])]
+    text = header_bytes(tensors)[8:].replace(b"\\u00e9", "é".encode())
+    text = front.encode() + text[1:]
+    rows = parse_header(text, 36, "f")
+    assert len(rows) == 5 and quick_rows(text, 36) == rows
+    first, second, *rest = text[len(front):].rstrip()[:-1].decode().split("},")
+    moved = (front + "},".join([second, *rest]) + "," + first + "}}").encode()  # not in the order of the data
+    assert quick_rows(moved, 36) == parse_header(moved, 36, "f") == rows
+
+
+@pytest.mark.parametrize("damage", [*DAMAGE, "comma in front", "metadata again", "metadata twice", "leading zero", "control character", "tail",
+                                    "no comma", "two commas", "an axis left out"])
+def test_damaged_headers_are_never_read_by_columns(damage):
+    pt = b'{"__metadata__":{"a":"b"},'
+    text = DAMAGE[damage][0] if damage in DAMAGE else {
+        "comma in front": b"{," + TOY[1:], "metadata again": pt + TOY[1:-1] + b"," + entry(shape="[0]", offsets="[0,0]").replace("b", "__metadata__", 1).encode() + b"}",
+        "metadata twice": pt.replace(b"}", b',"a":"b"}') + TOY[1:], "leading zero": TOY.replace(b"[0,8]", b"[0,08]"),
+        "control character": TOY.replace(b'"a"', b'"a\n"'), "tail": TOY + b",",
+        "no comma": TOY.replace(b'},"b"', b'};"b"'), "two commas": TOY.replace(b'},"b"', b'},,"b"'), "an axis left out": TOY.replace(b"[1,3]", b"[1,,3]"),
+    }[damage]
+    with pytest.raises(CheckpointError):
+        parse_header(text, 16 if "gap" in damage else 14, "f")
+    assert quick_header(text, 16 if "gap" in damage else 14) is None
 
 
 # Files of a folder
