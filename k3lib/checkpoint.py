@@ -303,6 +303,62 @@ def shard_names(folder):
     return found
 
 
+INDEX = "model.safetensors.index.json"
+_BLOCK = 1 << 18  # bytes of it that are read and parsed at a time
+_CUT = b'.safetensors",'
+
+
+def index_pieces(path, most):
+    "The JSON object in file `path`, of at most `most` bytes, as several: each holds a part of its \"weight_map\"."
+    with open_shard(path) as file:
+        size, text, front = os.fstat(file.fileno()).st_size, b"", b""
+        if size > most:
+            raise CheckpointError(f"{path}: {size:,} bytes, expected at most {most:,} for the tensors that are here")
+        for begin in range(0, size or 1, _BLOCK):
+            block = bytearray(min(_BLOCK, size - begin))
+            read_exactly(file, block, begin, path)
+            text, end = text + block, begin + len(block)
+            where, last = f"{path}: its text up to byte {end:,}", end >= size
+            part, cut, text = (text, b"", b"") if last else text.rpartition(_CUT)
+            if not (cut or last):
+                raise CheckpointError(f"{where} is {len(text):,} bytes without {_CUT.decode()}, expected one after every tensor's file")
+            piece = _load(front + part + (b"" if last else cut[:-1] + b"}}"), where)
+            if type(piece.get("weight_map")) is not dict or not last and [*piece][-1] != "weight_map":
+                raise CheckpointError(f"{where} has {_show([*piece])}, expected an object weight_map of all tensors and their files")
+            yield piece
+            front = b'{"weight_map":{'
+
+
+def check_index(checkpoint):
+    "CheckpointError unless the index, if there is one, lists the tensors that are there and no others, each in its file, and their bytes."
+    path = str(checkpoint.path / INDEX)
+    if not os.path.lexists(path):
+        return
+    payload = int(checkpoint._nbytes().sum())
+    number = {os.path.basename(file): i for i, file in enumerate(checkpoint.files)}
+    shard = np.append(checkpoint._shard, -1)  # row -1: a tensor that is nowhere
+    seen, metadata = np.zeros(len(shard), bool), []
+    for piece in index_pieces(path, 2 * (sum(checkpoint.file_sizes) - payload) + 1_000_000):
+        names, files = [*piece["weight_map"]], [*piece["weight_map"].values()]
+        rows = checkpoint._rows(_keys(names, lambda pattern: checkpoint._patterns.get(pattern, -1)))
+        wrong = np.flatnonzero((rows < 0) | (shard[rows] != [number.get(file, -1) if type(file) is str else -1 for file in files]))
+        if len(wrong):
+            i = wrong[0]
+            found = checkpoint.files[shard[rows[i]]] if rows[i] >= 0 else "no file"
+            raise _wrong(path, names[i], f"found in {found}", _show(files[i]))
+        if seen[rows].any():
+            raise _wrong(path, names[np.argmax(seen[rows])], "listed twice", "once")
+        seen[rows] = True
+        metadata.append(piece.get("metadata", {}))
+    if not seen[:-1].all():
+        row = np.argmin(seen)
+        raise _wrong(path, checkpoint._name(row), f"found in {checkpoint.files[shard[row]]}", "no file, because it is not listed")
+    for each in metadata:
+        total = each.get("total_size", payload) if type(each) is dict else each
+        if type(total) not in (int, float) or total != payload:
+            raise CheckpointError(f"{path}: metadata.total_size is {_show(total)}, expected {payload:,}, the bytes of all tensors")
+
+
 class Extent(NamedTuple):
     "Where a tensor's bytes lie: `offset` counts from the start of `file`, a full path."
     file: str
@@ -337,6 +393,7 @@ class Checkpoint:
             self._names = list(self._patterns)
             self._kinds = [(dtype, shape, prod(shape) * ITEMSIZE[dtype]) for dtype, shape in kinds]
             self._sort()
+            check_index(self)
         except BaseException:
             self.close()
             raise
@@ -670,4 +727,4 @@ def _breaker(checkpoint, part, label, shard, offset):
     return f"{checkpoint._name(first)} lies inside its run in {checkpoint.files[shard]}"
 
 
-__all__ = ['CheckpointError', 'HEADER_MAX', 'RANK_MAX', 'ARRAY_DTYPES', 'ITEMSIZE', 'header_bytes', 'parse_header', 'READ_MAX', 'read_exactly', 'open_shard', 'read_header', 'split_name', 'join_name', 'quick_header', 'shard_names', 'Extent', 'EXPERT_TENSORS', 'Checkpoint', 'PARTS', 'part_of', 'Groups', 'Census', 'count', 'Run', 'Contiguity', 'contiguity']
+__all__ = ['CheckpointError', 'HEADER_MAX', 'RANK_MAX', 'ARRAY_DTYPES', 'ITEMSIZE', 'header_bytes', 'parse_header', 'READ_MAX', 'read_exactly', 'open_shard', 'read_header', 'split_name', 'join_name', 'quick_header', 'shard_names', 'INDEX', 'index_pieces', 'check_index', 'Extent', 'EXPERT_TENSORS', 'Checkpoint', 'PARTS', 'part_of', 'Groups', 'Census', 'count', 'Run', 'Contiguity', 'contiguity']

@@ -2,12 +2,12 @@
 
 Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
-# built on checkpoint a92773a317f6
+# built on checkpoint 7ce80a795ed0
 # built on config 14b2a1a890ac
-# built on experts ff1765f79420
+# built on experts af35fb59d4e1
 # built on model b12b19fdb537
 # built on tokenizer 2e9895b018e7
-# built on trunk af9501e753d8
+# built on trunk ac7ec859a539
 
 import dataclasses
 import json

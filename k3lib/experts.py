@@ -3,7 +3,7 @@
 Made from book/05_streaming/04_experts.py: edit that, then run `make export`.
 """
 # built on moe 7c7aee022490
-# built on trunk af9501e753d8
+# built on trunk ac7ec859a539
 
 import threading
 import time

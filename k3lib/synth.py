@@ -2,7 +2,7 @@
 
 Made from book/01_mxfp4/04_synth.py: edit that, then run `make export`.
 """
-# built on checkpoint a92773a317f6
+# built on checkpoint 7ce80a795ed0
 # built on config 14b2a1a890ac
 
 import hashlib

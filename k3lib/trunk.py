@@ -2,7 +2,7 @@
 
 Made from book/05_streaming/03_trunk.py: edit that, then run `make export`.
 """
-# built on checkpoint a92773a317f6
+# built on checkpoint 7ce80a795ed0
 # built on linear 29d0d1832eb7
 
 import errno

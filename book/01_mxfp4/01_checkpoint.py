@@ -436,8 +436,7 @@ assert all(quick_header(text.decode().replace(old, new, 1).encode(), 16 if label
 # %% [markdown]
 # ## 1.1.6 The index
 #
-# Shards say in their names how many they are, so a missing one is known before any is opened. `model.safetensors.index.json` maps names
-# to files; the headers say the same and more, and reading it whole would cost more memory than everything here (1.1.8). It stays closed.
+# Shards say in their names how many they are, so a missing one is known before any is opened.
 
 # %% tags=["export"]
 _SHARD = re.compile(r"model-(\d{5,6})-of-(\d{5,6})\.safetensors", re.ASCII)
@@ -464,7 +463,70 @@ def shard_names(folder):
 
 
 # %% [markdown]
-# Per tensor the index keeps the key, the offset, the shard, and one number for type and
+# A checkpoint in pieces brings a list of its own, `model.safetensors.index.json`: for each tensor, the file that holds it. The headers know
+# better, but where the two disagree, a file was exchanged or a tensor renamed, and neither is to be believed. Parsed whole, the list of the release
+# would weigh more than everything here (1.1.8). So it is read a quarter of a megabyte at a time and cut behind a file's name. There one piece is closed with
+# `}}`, the next opened with `{"weight_map":{`, and each is a JSON object to be read as strictly as a header.
+
+# %% tags=["export"]
+INDEX = "model.safetensors.index.json"
+_BLOCK = 1 << 18  # bytes of it that are read and parsed at a time
+_CUT = b'.safetensors",'
+
+
+def index_pieces(path, most):
+    "The JSON object in file `path`, of at most `most` bytes, as several: each holds a part of its \"weight_map\"."
+    with open_shard(path) as file:
+        size, text, front = os.fstat(file.fileno()).st_size, b"", b""
+        if size > most:
+            raise CheckpointError(f"{path}: {size:,} bytes, expected at most {most:,} for the tensors that are here")
+        for begin in range(0, size or 1, _BLOCK):
+            block = bytearray(min(_BLOCK, size - begin))
+            read_exactly(file, block, begin, path)
+            text, end = text + block, begin + len(block)
+            where, last = f"{path}: its text up to byte {end:,}", end >= size
+            part, cut, text = (text, b"", b"") if last else text.rpartition(_CUT)
+            if not (cut or last):
+                raise CheckpointError(f"{where} is {len(text):,} bytes without {_CUT.decode()}, expected one after every tensor's file")
+            piece = _load(front + part + (b"" if last else cut[:-1] + b"}}"), where)
+            if type(piece.get("weight_map")) is not dict or not last and [*piece][-1] != "weight_map":
+                raise CheckpointError(f"{where} has {_show([*piece])}, expected an object weight_map of all tensors and their files")
+            yield piece
+            front = b'{"weight_map":{'
+
+
+def check_index(checkpoint):
+    "CheckpointError unless the index, if there is one, lists the tensors that are there and no others, each in its file, and their bytes."
+    path = str(checkpoint.path / INDEX)
+    if not os.path.lexists(path):
+        return
+    payload = int(checkpoint._nbytes().sum())
+    number = {os.path.basename(file): i for i, file in enumerate(checkpoint.files)}
+    shard = np.append(checkpoint._shard, -1)  # row -1: a tensor that is nowhere
+    seen, metadata = np.zeros(len(shard), bool), []
+    for piece in index_pieces(path, 2 * (sum(checkpoint.file_sizes) - payload) + 1_000_000):
+        names, files = [*piece["weight_map"]], [*piece["weight_map"].values()]
+        rows = checkpoint._rows(_keys(names, lambda pattern: checkpoint._patterns.get(pattern, -1)))
+        wrong = np.flatnonzero((rows < 0) | (shard[rows] != [number.get(file, -1) if type(file) is str else -1 for file in files]))
+        if len(wrong):
+            i = wrong[0]
+            found = checkpoint.files[shard[rows[i]]] if rows[i] >= 0 else "no file"
+            raise _wrong(path, names[i], f"found in {found}", _show(files[i]))
+        if seen[rows].any():
+            raise _wrong(path, names[np.argmax(seen[rows])], "listed twice", "once")
+        seen[rows] = True
+        metadata.append(piece.get("metadata", {}))
+    if not seen[:-1].all():
+        row = np.argmin(seen)
+        raise _wrong(path, checkpoint._name(row), f"found in {checkpoint.files[shard[row]]}", "no file, because it is not listed")
+    for each in metadata:
+        total = each.get("total_size", payload) if type(each) is dict else each
+        if type(total) not in (int, float) or total != payload:
+            raise CheckpointError(f"{path}: metadata.total_size is {_show(total)}, expected {payload:,}, the bytes of all tensors")
+
+
+# %% [markdown]
+# Our own index, in memory, has nothing to do with that list. Per tensor it keeps the key, the offset, the shard, and one number for type and
 # shape together, of which the release has 39 kinds. Four numpy columns, sorted by key: 24 bytes a tensor, found by bisection. Equal neighbours
 # after sorting are a name held twice.
 
@@ -503,6 +565,7 @@ class Checkpoint:
             self._names = list(self._patterns)
             self._kinds = [(dtype, shape, prod(shape) * ITEMSIZE[dtype]) for dtype, shape in kinds]
             self._sort()
+            check_index(self)
         except BaseException:
             self.close()
             raise
@@ -649,6 +712,35 @@ for file in oracle.files:
 total = json.loads((MODEL / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
 assert compared == total and len(oracle) == len(set(oracle.names()))
 print(f"{len(oracle):,} tensors, {compared:,} bytes equal")
+
+# %% [markdown]
+# The list that lies beside, wrong in one way at a time. Each line names the tensor, where it was found, and where it was expected.
+
+# %%
+def listed(change):
+    "The embedded model with its index changed by change(index), as links to its files; the refusal, without the folder."
+    with tempfile.TemporaryDirectory() as other:
+        index = json.loads((MODEL / INDEX).read_text())
+        change(index)
+        Path(other, INDEX).write_text(json.dumps(index))
+        for file in oracle.files:
+            Path(other, os.path.basename(file)).symlink_to(Path(file).resolve())
+        try:
+            Checkpoint(other).close()
+        except CheckpointError as error:
+            return str(error).replace(other + os.sep, "")
+
+
+head = "language_model.lm_head.weight"
+for change in (
+    lambda index: index["weight_map"].update({head: "model-00001-of-000016.safetensors"}),
+    lambda index: index["weight_map"].update({"lm_head.bias": "model-00014-of-000016.safetensors"}),
+    lambda index: index["weight_map"].pop(head),
+    lambda index: index["metadata"].update(total_size=6_612_161),
+):
+    print(listed(change))
+    assert listed(change)
+assert listed(lambda index: None) is None
 
 # %% [markdown]
 # The two silent mistakes of 1.1.1 must fail this gate, or the gate is worth nothing.
@@ -840,8 +932,8 @@ config = json.loads((MODEL / "config.json").read_text())["text_config"]
 print(oracle.census(config["num_experts_per_token"]).table())
 
 # %% [markdown]
-# The release itself is not needed to count it: its shapes are public, and a header is made of shapes. The next cell writes all 96 shards
-# as sparse files, true headers in front of holes. Their disk use is the 76 MB of headers.
+# The release itself is not needed to count it: its shapes are public, and a header is made of shapes. The next cells write all 96 shards
+# as sparse files, true headers in front of holes, and the list of them. On disk they take 76 MB of headers and 60 MB of list.
 
 # %%
 H, V, P = 7168, 163_840, 96 * 128
@@ -894,15 +986,21 @@ def other_shards():
 def write_sparse(path, tensors):
     tensors = sorted(tensors, key=lambda t: (-ITEMSIZE[t[1]], t[0]))
     head = header_bytes(tensors)
+    payload = sum(prod(shape) * ITEMSIZE[dtype] for _, dtype, shape in tensors)
     with open(path, "wb") as file:
         file.write(head)
-        file.truncate(len(head) + sum(prod(shape) * ITEMSIZE[dtype] for _, dtype, shape in tensors))
+        file.truncate(len(head) + payload)
+    return payload
 
 
 scratch = tempfile.TemporaryDirectory()
-folder = Path(scratch.name)
+folder, payload, places = Path(scratch.name), 0, {}
 for i, tensors in enumerate([*(layer_tensors(L, experts) for L in range(layers)), *other_shards()], 1):
-    write_sparse(folder / f"model-{i:05d}-of-{layers + 3:06d}.safetensors", tensors)
+    file = f"model-{i:05d}-of-{layers + 3:06d}.safetensors"
+    payload += write_sparse(folder / file, tensors)
+    places |= {name: file for name, _, _ in tensors}
+(folder / INDEX).write_text(json.dumps({"metadata": {"total_size": payload}, "weight_map": places}, indent=2, sort_keys=True))
+del places
 
 PUBLISHED = {1: 2_341_216_112, 2: 16_990_911_504, 4: 16_567_501_776, 93: 16_567_507_176, 94: 4_697_664_072, 95: 92_289_328, 96: 802_448_352}
 if (layers, experts) == (93, 896):
@@ -912,7 +1010,9 @@ if (layers, experts) == (93, 896):
 start = time.perf_counter()
 k3 = Checkpoint(folder)
 spent = time.perf_counter() - start
-print(f"{len(k3):,} tensors indexed in {spent:.1f} s; "
+start = time.perf_counter()
+check_index(k3)
+print(f"{len(k3):,} tensors indexed in {spent:.1f} s, {time.perf_counter() - start:.1f} s of it for the list of {(folder / INDEX).stat().st_size / 1e6:.0f} MB; "
       f"{sum(f.stat().st_blocks * 512 for f in folder.iterdir()) / 1e6:.0f} MB on disk")
 
 # %%
@@ -1130,6 +1230,7 @@ scratch.cleanup()
 # - A safetensors header gives every tensor's place; 76 MB of headers stand for 1.56 TB, and 24 bytes a tensor are enough to remember them.
 # - Bytes without structure need a header without doubt: types, sizes, no gap, no overlap, no byte too many, or one line that says what.
 # - Half a million entries are checked as columns. What is plainly right passes; the rest goes to the reader that has words for it.
+# - A second account, the list of files, must agree with the first, or neither is believed.
 # - 93% of the disk are experts, 79% of a token's reads are trunk. RAM goes to the trunk first.
 #
 # **Exercises.**
