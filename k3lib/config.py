@@ -281,6 +281,20 @@ class Config:
                 yield f"language_model.model.layers.{L}.{name}", dtype, shape
         yield from global_tensors(self)
 
+    def families(self):
+        """The same tensors by the dozen: (pattern, dtype, shape, layers, experts).
+
+        The pattern is a name with '#' for its numbers, a layer and an expert: every pair of the two lists, -1 where a name has no such number.
+        """
+        layers = {}
+        for L in range(self.num_hidden_layers):
+            for family in layer_tensors(self, L, ["#"]):
+                layers.setdefault(family, []).append(L)
+        for (name, dtype, shape), where in layers.items():
+            yield f"language_model.model.layers.#.{name}", dtype, shape, where, range(self.num_experts) if ".#." in name else [-1]
+        for name, dtype, shape in global_tensors(self):
+            yield name, dtype, shape, [-1], [-1]
+
     def shape_fits(self, name, expected, found):
         "True if a tensor of shape `found` can serve as `name`. `A_log` may carry any padding after its heads."
         if name.endswith(".A_log"):
@@ -328,8 +342,8 @@ def gated_mlp_tensors(H, width):
     ]
 
 
-def moe_tensors(c):
-    "Short name, dtype and shape of a latent MoE's tensors, the routed experts last."
+def moe_tensors(c, experts):
+    "Short name, dtype and shape of a latent MoE's tensors, those of the routed `experts` last."
     H, E, z, m = c.hidden_size, c.num_experts, c.routed_expert_hidden_size, c.moe_intermediate_size
     yield "gate.weight", "BF16", (E, H)
     yield "gate.e_score_correction_bias", "F32", (E,)
@@ -338,14 +352,14 @@ def moe_tensors(c):
     yield "routed_expert_norm.weight", "BF16", (z,)
     for name, dtype, shape in gated_mlp_tensors(H, m * c.num_shared_experts):
         yield f"shared_experts.{name}", dtype, shape
-    for e in range(E):
+    for e in experts:
         for w, rows, width in (("w1", m, z), ("w2", z, m), ("w3", m, z)):
             yield f"experts.{e}.{w}.weight_packed", "U8", (rows, width // 2)
             yield f"experts.{e}.{w}.weight_scale", "U8", (rows, width // 32)
 
 
-def layer_tensors(c, L):
-    "Name within layer L, dtype and shape of all its tensors."
+def layer_tensors(c, L, experts=None):
+    "Name within layer L, dtype and shape of all its tensors, with all of its experts or those given."
     H = c.hidden_size
     for name in ("input_layernorm", "post_attention_layernorm", "self_attention_res_norm"):
         yield f"{name}.weight", "BF16", (H,)
@@ -354,7 +368,7 @@ def layer_tensors(c, L):
     yield "mlp_res_proj.weight", "BF16", (1, H)
     for name, dtype, shape in kda_tensors(c) if c.layer_kind(L) == "kda" else mla_tensors(c):
         yield f"self_attn.{name}", dtype, shape
-    prefix, rest = ("mlp", gated_mlp_tensors(H, c.intermediate_size)) if c.is_dense(L) else ("block_sparse_moe", moe_tensors(c))
+    prefix, rest = ("mlp", gated_mlp_tensors(H, c.intermediate_size)) if c.is_dense(L) else ("block_sparse_moe", moe_tensors(c, experts or range(c.num_experts)))
     for name, dtype, shape in rest:
         yield f"{prefix}.{name}", dtype, shape
 

@@ -2,9 +2,9 @@
 
 Made from book/05_streaming/05_model.py: edit that, then run `make export`.
 """
-# built on kda f3bdbf0952b2
+# built on kda a5dc7d50cc65
 # built on linear 717e602ab247
-# built on mla eb33962b85ea
+# built on mla 7e7c19830536
 # built on moe 2b242a8e4fc8
 # built on residual c45a458402de
 

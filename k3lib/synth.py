@@ -2,8 +2,8 @@
 
 Made from book/01_mxfp4/04_synth.py: edit that, then run `make export`.
 """
-# built on checkpoint b1d093d706e9
-# built on config 14b2a1a890ac
+# built on checkpoint 7ce80a795ed0
+# built on config e9f076b66d65
 
 import hashlib
 import json

@@ -2,7 +2,7 @@
 
 Made from book/05_streaming/03_trunk.py: edit that, then run `make export`.
 """
-# built on checkpoint b1d093d706e9
+# built on checkpoint 7ce80a795ed0
 # built on linear 717e602ab247
 
 import errno

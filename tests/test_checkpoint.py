@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from k3lib import checkpoint
 from k3lib.checkpoint import (
-    EXPERT_TENSORS, ITEMSIZE, READ_MAX, Checkpoint, CheckpointError, header_bytes, join_name, parse_header, split_name,
+    EXPERT_TENSORS, INDEX, ITEMSIZE, READ_MAX, Checkpoint, CheckpointError, header_bytes, join_name, parse_header, quick_header, split_name,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,6 +121,17 @@ def test_no_such_expert(oracle, layer, expert):
         oracle.expert(layer, expert)
 
 
+def test_kinds_of_a_pattern(oracle):
+    scale = EXPERT_TENSORS["w2_scale"]
+    assert oracle.kinds_of(scale, range(1, 13), range(16)) == {("U8", (64, 3))}
+    for layers, experts in ([0, 1], [0]), ([1, 2, 3], range(17)), ([13], [0]), ([1], [-1]):
+        assert None in oracle.kinds_of(scale, layers, experts)
+    norm, A_log = "language_model.model.layers.#.input_layernorm.weight", "language_model.model.layers.#.self_attn.A_log"
+    assert oracle.kinds_of(norm, range(13), [-1]) == {("BF16", (128,))} and oracle.kinds_of(A_log, range(4), [-1]) == {("F32", (32,)), None}
+    assert oracle.kinds_of("language_model.lm_head.weight", [-1], [-1]) == {("BF16", (512, 128))}
+    assert oracle.kinds_of("no such", [-1], [-1]) == {None}
+
+
 def test_part_of_a_tensor(oracle):
     name = "language_model.model.embed_tokens.weight"
     row = np.empty(256, np.uint8)
@@ -145,6 +156,17 @@ def test_split_names_join_and_stay_distinct(names):
     assert [join_name(*s) for s in splits] == list(names)
     assert len(set(splits)) == len(names)
     assert all(-1 <= n < 1_000_000 for s in splits for n in s[1:])  # so that both fit a key
+
+
+E5 = "language_model.model.layers.3.block_sparse_moe.experts.5."
+
+
+@given(st.lists(st.one_of(NAMES, NAMES.map(lambda end: E5 + end), st.sampled_from([E5 + "\n", "a\nb", E5[:-1], E5.replace("3", "03")]))))
+def test_keys_of_many_names_are_those_of_each(names):
+    numbers = {}
+    keys = checkpoint._keys(names, lambda pattern: numbers.setdefault(pattern, len(numbers)))
+    assert keys.dtype == np.int64
+    assert keys.tolist() == [checkpoint._key(numbers[pattern], *LE) for pattern, *LE in map(split_name, names)]
 
 
 def test_odd_names_are_found(tmp_path):
@@ -258,12 +280,23 @@ ENTRY = st.one_of(FIELD, st.fixed_dictionaries({"dtype": st.sampled_from(["F32",
                   st.dictionaries(st.sampled_from(["dtype", "shape", "data_offsets", "x"]), FIELD))
 
 
+def quick_rows(text, data_bytes):
+    "What quick_header gives, as parse_header would, or None."
+    columns = quick_header(text, data_bytes)
+    if columns is None:
+        return None
+    names, kind, begin, end, kind_of = columns
+    return sorted(((name, *kind_of[k], int(b), int(e)) for name, k, b, e in zip(names, kind, begin, end)), key=lambda row: row[3:])
+
+
 def believed_only_if_the_library_does(text, data):
+    quick = quick_rows(text, len(data))
     try:
         rows = parse_header(text, len(data), "f")
     except CheckpointError as error:
-        assert "\n" not in str(error)
+        assert "\n" not in str(error) and quick is None
         return
+    assert quick is None or quick == rows
     theirs = dict(safetensors.deserialize(file_of(text, data)))
     assert {name: (dtype, list(shape), data[b:e]) for name, dtype, shape, b, e in rows} == {
         name: (t["dtype"], t["shape"], bytes(t["data"])) for name, t in theirs.items()}
@@ -285,6 +318,33 @@ def test_any_damaged_text_is_believed_only_if_the_library_believes_it(edits, siz
     believed_only_if_the_library_does(bytes(text), (TOY_DATA + b"\0")[:size])
 
 
+@pytest.mark.parametrize("front", ["{", '{"__metadata__":{"format":"pt"},', '{ "__metadata__" : {},'])
+def test_usual_headers_are_read_by_columns(front):
+    tensors = [("z.é", "F32", [3]), (E5 + "w", "U8", [5, 2]), ("nil", "I64", [0]), ("one", "F64", []), ("a", "BF16", [1, 3])]
+    text = header_bytes(tensors)[8:].replace(b"\\u00e9", "é".encode())
+    text = front.encode() + text[1:]
+    rows = parse_header(text, 36, "f")
+    assert len(rows) == 5 and quick_rows(text, 36) == rows
+    first, second, *rest = text[len(front):].rstrip()[:-1].decode().split("},")
+    moved = (front + "},".join([second, *rest]) + "," + first + "}}").encode()  # not in the order of the data
+    assert quick_rows(moved, 36) == parse_header(moved, 36, "f") == rows
+
+
+@pytest.mark.parametrize("damage", [*DAMAGE, "comma in front", "metadata again", "metadata twice", "leading zero", "control character", "tail",
+                                    "no comma", "two commas", "an axis left out"])
+def test_damaged_headers_are_never_read_by_columns(damage):
+    pt = b'{"__metadata__":{"a":"b"},'
+    text = DAMAGE[damage][0] if damage in DAMAGE else {
+        "comma in front": b"{," + TOY[1:], "metadata again": pt + TOY[1:-1] + b"," + entry(shape="[0]", offsets="[0,0]").replace("b", "__metadata__", 1).encode() + b"}",
+        "metadata twice": pt.replace(b"}", b',"a":"b"}') + TOY[1:], "leading zero": TOY.replace(b"[0,8]", b"[0,08]"),
+        "control character": TOY.replace(b'"a"', b'"a\n"'), "tail": TOY + b",",
+        "no comma": TOY.replace(b'},"b"', b'};"b"'), "two commas": TOY.replace(b'},"b"', b'},,"b"'), "an axis left out": TOY.replace(b"[1,3]", b"[1,,3]"),
+    }[damage]
+    with pytest.raises(CheckpointError):
+        parse_header(text, 16 if "gap" in damage else 14, "f")
+    assert quick_header(text, 16 if "gap" in damage else 14) is None
+
+
 # Files of a folder
 
 def shard(i, of, name):
@@ -294,7 +354,6 @@ def shard(i, of, name):
 def test_shards_in_order(tmp_path):
     for i in (2, 3, 1):
         write(tmp_path, *shard(i, 3, f"t{i}"))
-    (tmp_path / "model.safetensors.index.json").write_bytes(b"\xff not read")
     (tmp_path / "other.safetensors").write_bytes(b"not read either")
     c = Checkpoint(tmp_path)
     assert [Path(c.extent(f"t{i}").file).name for i in (1, 2, 3)] == [shard(i, 3, "")[0] for i in (1, 2, 3)] == [Path(f).name for f in c.files]
@@ -343,6 +402,126 @@ def test_name_in_two_shards(tmp_path):
     write(tmp_path, *shard(2, 2, "layers.3.w"))
     with pytest.raises(CheckpointError, match=r"model-00002-.*'layers.3.w' is also in .*model-00001-.*, expected once"):
         Checkpoint(tmp_path)
+
+
+def indexed(folder, **change):
+    "Two shards of four tensors; returns their index with entries of weight_map changed, None for none."
+    write(folder, *shard(1, 2, "layers.3.w"))
+    name, _ = shard(2, 2, "")
+    write(folder, name, [("b", "U8", [1]), ("c", "U8", [1]), ("é\"},", "F32", [1])])
+    places = {"layers.3.w": shard(1, 2, "")[0], "b": name, "c": name, "é\"},": name} | change
+    return {"metadata": {"total_size": 10}, "weight_map": {tensor: file for tensor, file in places.items() if file is not None}}
+
+
+def refused_index(folder, index):
+    "The message that refuses the index, an object or bytes, less the folder."
+    (folder / INDEX).write_bytes(index if isinstance(index, bytes) else json.dumps(index).encode())
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(folder)
+    assert str(caught.value).startswith(f"{folder / INDEX}: ") and "\n" not in str(caught.value)
+    return str(caught.value).replace(str(folder) + os.sep, "").removeprefix(INDEX + ": ")
+
+
+ONE, TWO = (shard(i, 2, "")[0] for i in (1, 2))
+
+
+@pytest.mark.parametrize("block", [1 << 18, 200, 150])
+@pytest.mark.parametrize("how", [{}, {"indent": 2}, {"ensure_ascii": False}, {"indent": 1, "sort_keys": True}])
+def test_a_good_index_however_written_and_cut(tmp_path, monkeypatch, block, how):
+    monkeypatch.setattr(checkpoint, "_BLOCK", block)
+    index = indexed(tmp_path)
+    for tree in index, dict(reversed(index.items())), {"weight_map": index["weight_map"]}, index | {"metadata": {"total_size": 10.0, "x": [1]}}:
+        (tmp_path / INDEX).write_text(json.dumps(tree, **how), encoding="utf-8")
+        assert len(Checkpoint(tmp_path)) == 4
+
+
+def test_the_index_of_the_oracle_in_many_pieces(oracle, monkeypatch):
+    whole = json.loads((MODEL / INDEX).read_text())
+    monkeypatch.setattr(checkpoint, "_BLOCK", 1000)
+    pieces = list(checkpoint.index_pieces(str(MODEL / INDEX), 10**6))
+    assert len(pieces) > 100 and whole["weight_map"] == {name: file for piece in pieces for name, file in piece["weight_map"].items()}
+    assert [piece.get("metadata") for piece in pieces] == [whole["metadata"]] + [None] * (len(pieces) - 1)
+    checkpoint.check_index(oracle)
+
+
+@pytest.mark.parametrize("block", [1 << 18, 150])
+@pytest.mark.parametrize("change, told", [
+    ({"layers.3.w": TWO}, f"tensor 'layers.3.w': found in {ONE}, expected '{TWO}'"),
+    ({"layers.3.w": "model-00003-of-000002.safetensors"}, f"tensor 'layers.3.w': found in {ONE}, expected 'model-00003-of-000002.safetensors'"),
+    ({"layers.3.w": 1}, f"tensor 'layers.3.w': found in {ONE}, expected 1"),
+    ({"layers.3.w": [ONE]}, f"tensor 'layers.3.w': found in {ONE}, expected ['{ONE}']"),
+    ({"layers.4.w": ONE}, f"tensor 'layers.4.w': found in no file, expected '{ONE}'"),
+    ({"new": TWO}, f"tensor 'new': found in no file, expected '{TWO}'"),
+    ({"new": "elsewhere.safetensors"}, "tensor 'new': found in no file, expected 'elsewhere.safetensors'"),
+    ({"b": None}, f"tensor 'b': found in {TWO}, expected no file, because it is not listed"),
+])
+def test_an_index_that_disagrees(tmp_path, monkeypatch, block, change, told):
+    monkeypatch.setattr(checkpoint, "_BLOCK", block)
+    assert refused_index(tmp_path, indexed(tmp_path, **change)) == told
+
+
+@pytest.mark.parametrize("block", [1 << 18, 150])
+@pytest.mark.parametrize("total", [11, 0, -10, 10.5, True, "10", None, [10], float("nan")])
+def test_an_index_of_another_size(tmp_path, monkeypatch, block, total):
+    monkeypatch.setattr(checkpoint, "_BLOCK", block)
+    index = indexed(tmp_path) | {"metadata": {"total_size": total}}
+    told = f"metadata.total_size is {total!r}, expected 10, the bytes of all tensors"
+    assert refused_index(tmp_path, index) == refused_index(tmp_path, dict(reversed(index.items()))) == told
+    assert refused_index(tmp_path, index | {"metadata": 10.5}) == "metadata.total_size is 10.5, expected 10, the bytes of all tensors"
+
+
+@pytest.mark.parametrize("block, told", [(1 << 18, "its text up to byte 327: name 'b' found twice, expected once"),
+                                         (150, "tensor 'b': listed twice, expected once")])
+def test_a_tensor_listed_twice(tmp_path, monkeypatch, block, told):
+    monkeypatch.setattr(checkpoint, "_BLOCK", block)
+    text = json.dumps(indexed(tmp_path)).encode()
+    twice = text[:-2] + b', "b": "%s", "layers.3.w": "%s"}}' % (TWO.encode(), ONE.encode())
+    assert refused_index(tmp_path, twice) == told
+
+
+@pytest.mark.parametrize("text, told", [
+    (b"", "begins with b''"), (b"[]", "begins with b'['"), (b"\xff", "begins with"), (b"{}", "has [], expected an object weight_map"),
+    (b'{"weight_map":[]}', "expected an object weight_map"), (b'{"metadata":{}}', "expected an object weight_map"),
+    (b'{"weight_map":{"a":"\xff"}}', "is not JSON"), (b'{"weight_map":{}', "is not JSON"), (b'{"weight_map":{}}}', "is not JSON"),
+    (b'{"weight_map":{},"weight_map":{}}', "name 'weight_map' found twice"),
+    (b'{"weight_map":{' + b" " * 300 + b"}}", "without .safetensors"),
+    (b'{"weight_map":{"b":"%s"},"more":{"x":"y.safetensors","layers.3.w":"%s"}}' % (TWO.encode(), ONE.encode()), "['weight_map', 'more']"),
+])
+def test_what_is_no_index(tmp_path, monkeypatch, text, told):
+    monkeypatch.setattr(checkpoint, "_BLOCK", 100)
+    indexed(tmp_path)
+    assert told in refused_index(tmp_path, text)
+
+
+def test_an_index_is_judged_by_its_size_before_it_is_read(tmp_path, monkeypatch):
+    indexed(tmp_path)
+    headers = sum(path.stat().st_size for path in tmp_path.iterdir()) - 10
+    with (tmp_path / INDEX).open("wb") as file:
+        file.truncate(10**12)  # sparse
+    asked, real = [], checkpoint._read_some
+    monkeypatch.setattr(checkpoint, "_read_some", lambda file, view, offset: asked.append(file.name) or real(file, view, offset))
+    with pytest.raises(CheckpointError, match=rf"{INDEX}: 1,000,000,000,000 bytes, expected at most {2 * headers + 10**6:,} for the tensors"):
+        Checkpoint(tmp_path)
+    assert asked and not any(INDEX in name for name in asked)
+
+
+def test_an_index_that_cannot_be_opened(tmp_path):
+    indexed(tmp_path)
+    (tmp_path / INDEX).mkdir()
+    with pytest.raises(CheckpointError, match=rf"{INDEX}: cannot be opened: not a file"):
+        Checkpoint(tmp_path)
+    (tmp_path / INDEX).rmdir()
+    (tmp_path / INDEX).symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match=rf"{INDEX}: cannot be opened: a link to nothing"):
+        Checkpoint(tmp_path)
+
+
+def test_an_index_of_nothing(tmp_path):
+    write(tmp_path, "model.safetensors", [])
+    (tmp_path / INDEX).write_text('{"metadata": {"total_size": 0}, "weight_map": {}}')
+    assert len(Checkpoint(tmp_path)) == 0
+    assert refused_index(tmp_path, {"weight_map": {"a": "model.safetensors"}}) == "tensor 'a': found in no file, expected 'model.safetensors'"
+    assert "total_size is False, expected 0" in refused_index(tmp_path, {"metadata": {"total_size": False}, "weight_map": {}})
 
 
 def test_absent_tensor(oracle):
@@ -608,13 +787,17 @@ with Checkpoint(sys.argv[1]) as c:
 
 
 def test_the_release(tmp_path):
-    "Exact census of the released shape; the process may grow by 40 MB at most while it indexes 497,220 tensors."
+    "Exact census of the released shape; the process may grow by 40 MB at most while it indexes 497,220 tensors and reads their list."
+    places = {}
     for i, tensors in enumerate(released_shards(), 1):
         tensors.sort(key=lambda t: (-ITEMSIZE[t[1]], t[0]))  # the order that gives the published file sizes
         head = header_bytes(tensors)
         with open(tmp_path / f"model-{i:05d}-of-000096.safetensors", "wb") as file:
             file.write(head)
             file.truncate(len(head) + sum(prod(shape) * ITEMSIZE[dtype] for _, dtype, shape in tensors))
+        places |= {name: os.path.basename(file.name) for name, _, _ in tensors}
+    index = {"metadata": {"total_size": 1_560_860_324_864}, "weight_map": places}
+    (tmp_path / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
     made = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
     assert made.returncode == 0, made.stderr
     grown, runs, table = made.stdout.split("\n", 2)

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from k3lib.checkpoint import ITEMSIZE, Checkpoint, CheckpointError, header_bytes
 from k3lib.config import FIXED, FIXED_IF_GIVEN, INTEGERS, REALS, Config, ConfigError, read_config
+from k3lib.decode import check_tensors
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
 ORACLE = FIXTURES / "oracle13/model"
@@ -88,6 +90,54 @@ def test_tensors_of_the_released_model():
     assert sum(s for n, s in sizes.items() if ".experts.7." in n and ".layers.5." in n) == 17_547_264
     assert sum(s for n, s in sizes.items() if ".layers." in n and ".experts." not in n) == 108_811_877_376
     assert 2_340e6 < sum(s for n, s in sizes.items() if ".layers.0." in n) < 2_342e6
+
+
+def unfolded(config):
+    return [(pattern.replace("#", str(L), 1).replace("#", str(e), 1), dtype, shape)
+            for pattern, dtype, shape, layers, experts in config.families() for L in layers for e in experts]
+
+
+def test_families_are_the_tensors(tmp_path):
+    last_dense = changed(("text_config.first_k_dense_replace", 13))
+    for c in read_config(ORACLE), read_config(FIXTURES / "k3"), read(tmp_path, last_dense):
+        assert sorted(unfolded(c)) == sorted(c.tensors())
+        for pattern, _, _, layers, experts in c.families():
+            assert pattern.count("#") == (layers[0] >= 0) + (experts[0] >= 0)
+
+
+MISSING = "language_model.model.layers.{}.block_sparse_moe.experts.{}.w2.weight_scale"
+
+
+@pytest.mark.parametrize("wrong, told", [
+    ({}, None),
+    ({MISSING.format(7, 11): None}, ": 1 tensors are missing: " + MISSING.format(7, 11)),
+    ({MISSING.format(12, e): None for e in range(5)} | {"language_model.model.layers.0.input_layernorm.weight": None},
+     ": 6 tensors are missing: language_model.model.layers.0.input_layernorm.weight, "
+     + ", ".join(MISSING.format(12, e) for e in range(3)) + ", ..."),
+    ({"language_model.lm_head.weight": None}, ": 1 tensors are missing: language_model.lm_head.weight"),
+    ({MISSING.format(7, 11): ("U8", (3, 64)), MISSING.format(1, 0): None}, f": {MISSING.format(7, 11)} is U8 [3, 64], the config implies U8 [64, 3]"),
+    ({MISSING.format(7, 11): ("BOOL", (64, 3)), "language_model.lm_head.weight": ("F32", (512, 128))},
+     f": {MISSING.format(7, 11)} is BOOL [64, 3], the config implies U8 [64, 3]"),
+    ({"language_model.model.layers.12.self_attn.g_proj.weight": ("BF16", (64, 127))},
+     ": language_model.model.layers.12.self_attn.g_proj.weight is BF16 [64, 127], the config implies BF16 [64, 128]"),
+    ({"language_model.model.layers.5.self_attn.A_log": ("F32", (4,)), "more.weight": ("I64", (2,))}, None),
+    ({"language_model.model.layers.5.self_attn.A_log": ("F32", (3,))}, ": language_model.model.layers.5.self_attn.A_log is F32 [3], the config implies F32 [32]"),
+])
+def test_a_checkpoint_against_its_config(tmp_path, monkeypatch, wrong, told):
+    "By families, without naming half a million tensors, if it is right; else the first fault in the order of the list."
+    c = read_config(ORACLE)
+    tensors = {name: (dtype, shape) for name, dtype, shape in c.tensors()} | wrong
+    head = header_bytes((name, *kind) for name, kind in tensors.items() if kind)
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(head)
+        file.truncate(len(head) + sum(ITEMSIZE[kind[0]] * math.prod(kind[1]) for kind in tensors.values() if kind))
+    with Checkpoint(tmp_path) as checkpoint:
+        if told is None:
+            monkeypatch.setattr(Config, "tensors", None)
+            return check_tensors(c, checkpoint)
+        with pytest.raises(CheckpointError) as caught:
+            check_tensors(c, checkpoint)
+    assert str(caught.value) == str(tmp_path if "missing" in told else tmp_path / "model.safetensors") + told
 
 
 def test_a_log_may_be_padded():

@@ -505,7 +505,7 @@ def _one_head(h, q, k, v, alpha, beta, S, query, delta, out):
 @njit(parallel=True, **KERNEL)
 def _kda_recurrent(q, k, v, alpha, beta, S, query, delta, out):
     for h in prange(len(S)):
-        _one_head(h, q, k, v, alpha, beta, S[h], query[h], delta[h], out)
+        _one_head(np.int64(h), q, k, v, alpha, beta, S[h], query[h], delta[h], out)
 
 
 def kda_recurrent(q, k, v, alpha, beta, S):

@@ -420,7 +420,7 @@ def _heads(item, span, kv_b, first, x, cache, pos, v, work, s, out):
 @njit(parallel=True, **KERNEL)
 def _attend(items, span, kv_b, first, x, cache, pos, v, work, s, out):
     for item in prange(items):
-        _heads(item, span, kv_b, first, x, cache, pos, v, work, s, out)
+        _heads(np.int64(item), span, kv_b, first, x, cache, pos, v, work, s, out)
 
 
 def attend(kv_b, q, cache, pos, v):

@@ -341,7 +341,7 @@ print(*lists_of([0, 1, 2, 3], [3], 5)[1], sep="\n")
 #
 # `Config` is a frozen record with `config.json`'s own names. Its one method of weight is `tensors()`: name, dtype and shape of all that
 # a checkpoint of this shape must hold. If that list and the files agree, the numbers are right; if the numbers are wrong,
-# the list is.
+# the list is. `families()` is the same list folded: tensors that differ only in layer and expert are one line, which is enough to compare them all at once.
 
 # %% tags=["export"]
 @dataclass(frozen=True)
@@ -395,6 +395,20 @@ class Config:
             for name, dtype, shape in layer_tensors(self, L):
                 yield f"language_model.model.layers.{L}.{name}", dtype, shape
         yield from global_tensors(self)
+
+    def families(self):
+        """The same tensors by the dozen: (pattern, dtype, shape, layers, experts).
+
+        The pattern is a name with '#' for its numbers, a layer and an expert: every pair of the two lists, -1 where a name has no such number.
+        """
+        layers = {}
+        for L in range(self.num_hidden_layers):
+            for family in layer_tensors(self, L, ["#"]):
+                layers.setdefault(family, []).append(L)
+        for (name, dtype, shape), where in layers.items():
+            yield f"language_model.model.layers.#.{name}", dtype, shape, where, range(self.num_experts) if ".#." in name else [-1]
+        for name, dtype, shape in global_tensors(self):
+            yield name, dtype, shape, [-1], [-1]
 
     def shape_fits(self, name, expected, found):
         "True if a tensor of shape `found` can serve as `name`. `A_log` may carry any padding after its heads."
@@ -453,8 +467,8 @@ def gated_mlp_tensors(H, width):
     ]
 
 
-def moe_tensors(c):
-    "Short name, dtype and shape of a latent MoE's tensors, the routed experts last."
+def moe_tensors(c, experts):
+    "Short name, dtype and shape of a latent MoE's tensors, those of the routed `experts` last."
     H, E, z, m = c.hidden_size, c.num_experts, c.routed_expert_hidden_size, c.moe_intermediate_size
     yield "gate.weight", "BF16", (E, H)
     yield "gate.e_score_correction_bias", "F32", (E,)
@@ -463,15 +477,15 @@ def moe_tensors(c):
     yield "routed_expert_norm.weight", "BF16", (z,)
     for name, dtype, shape in gated_mlp_tensors(H, m * c.num_shared_experts):
         yield f"shared_experts.{name}", dtype, shape
-    for e in range(E):
+    for e in experts:
         for w, rows, width in (("w1", m, z), ("w2", z, m), ("w3", m, z)):
             yield f"experts.{e}.{w}.weight_packed", "U8", (rows, width // 2)
             yield f"experts.{e}.{w}.weight_scale", "U8", (rows, width // 32)
 
 
 # %% tags=["export"]
-def layer_tensors(c, L):
-    "Name within layer L, dtype and shape of all its tensors."
+def layer_tensors(c, L, experts=None):
+    "Name within layer L, dtype and shape of all its tensors, with all of its experts or those given."
     H = c.hidden_size
     for name in ("input_layernorm", "post_attention_layernorm", "self_attention_res_norm"):
         yield f"{name}.weight", "BF16", (H,)
@@ -480,7 +494,7 @@ def layer_tensors(c, L):
     yield "mlp_res_proj.weight", "BF16", (1, H)
     for name, dtype, shape in kda_tensors(c) if c.layer_kind(L) == "kda" else mla_tensors(c):
         yield f"self_attn.{name}", dtype, shape
-    prefix, rest = ("mlp", gated_mlp_tensors(H, c.intermediate_size)) if c.is_dense(L) else ("block_sparse_moe", moe_tensors(c))
+    prefix, rest = ("mlp", gated_mlp_tensors(H, c.intermediate_size)) if c.is_dense(L) else ("block_sparse_moe", moe_tensors(c, experts or range(c.num_experts)))
     for name, dtype, shape in rest:
         yield f"{prefix}.{name}", dtype, shape
 
@@ -674,6 +688,20 @@ plt.show()
 start = time.perf_counter()
 count = sum(1 for _ in k3.tensors())
 print(f"{count:,} tensors named in {time.perf_counter() - start:.2f} s")
+start = time.perf_counter()
+folded = [*k3.families()]
+print(f"{len(folded)} families found in {1e3 * (time.perf_counter() - start):.0f} ms")
+
+# %% [markdown]
+# So a checkpoint is compared family by family (5.6.6), and unfolding them must give the list again, nothing twice.
+
+# %%
+unfolded = [pattern.replace("#", str(L), 1).replace("#", str(e), 1) for pattern, _, _, layers, experts in folded for L in layers for e in experts]
+assert len(unfolded) == len(sizes) and {*unfolded} == {*sizes}
+print(f"{len(folded)} families unfold to {len(unfolded):,} names; of routed experts are")
+for pattern, dtype, shape, layers, experts in folded:
+    if len(experts) > 1:
+        print(f"  {pattern.partition('experts.')[2]:18} {dtype} {shape}: layers {min(layers)}..{max(layers)}, experts 0..{max(experts)}")
 
 # %% [markdown]
 # ## Summary
