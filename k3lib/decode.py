@@ -24,7 +24,7 @@ from k3lib.config import read_config
 from k3lib.experts import Experts, passing_bytes, slot_bytes
 from k3lib.model import HEAD, Model, UsageError, row_multiples, tensor_name, walk_order
 from k3lib.tokenizer import Tokenizer
-from k3lib.trunk import CORES, PAGE, Files, Trunk, is_matrix, widened
+from k3lib.trunk import CORES, PAGE, Files, Packed, Trunk, is_matrix, pack, widened
 
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -260,6 +260,7 @@ class Report:
     synthetic: bool
     threads: int
     plan: Plan
+    trunk: str | None = None  # the folder of a packed trunk
     ids: list = dataclasses.field(default_factory=list)
     step_seconds: list = dataclasses.field(default_factory=list)
     wall_seconds: float = 0.0
@@ -290,6 +291,7 @@ class Report:
             how.setdefault(way, []).append(name)
         rows = [
             ("model", self.model + " (synthetic weights)" * self.synthetic),
+            ("trunk", "read from the model's own files" if self.trunk is None else f"packed in {self.trunk}"),
             ("tokens", f"{len(self.ids)} new, {self.threads} threads"),
             ("seconds a step", ", ".join(f"{s:.3g}" for s in self.step_seconds[:6]) + (", ..." if len(self.step_seconds) > 6 else "")),
             ("wall", f"{self.wall_seconds:.2f} s: {self.compute_seconds:.2f} s computing, {self.io_wait_seconds:.2f} s waiting for bytes"),
@@ -307,10 +309,9 @@ class Report:
 class Decoder(Model):
     "A Model that knows its plan, generates greedily and keeps the account. Made by `load`."
 
-    def __init__(self, config, trunk, experts, plan, threads, path, stop, tokenizer, read_before):
-        self._read_before = read_before
-        self.plan, self.threads, self.stop, self.tokenizer = plan, threads, stop, tokenizer
-        self._report = Report(str(path), is_synthetic(path), threads, plan)
+    def __init__(self, config, trunk, experts, plan, report, stop, tokenizer, read_before):
+        self._read_before, self._report = read_before, report
+        self.plan, self.threads, self.stop, self.tokenizer = plan, report.threads, stop, tokenizer
         super().__init__(config, trunk, experts, plan.context, plan.chunk)
 
     def forward(self, ids, last_only=False, watch=None):
@@ -395,13 +396,13 @@ def part_of(name):
     return "trunk" if ".layers." in name else "other"
 
 
-def load(path, ram="8GB", threads=None, context=1024, prompt_tokens=None, on_plan=None, progress=None):
+def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=None, on_plan=None, progress=None):
     """A Decoder for the checkpoint in folder `path`, holding at most `ram` bytes of memory ("8GB", "1GiB", an int).
 
-    `threads`: arithmetic threads, all cores if None. `context`: positions there must be room for. `prompt_tokens`: the
-    longest prompt, if known: the prefill chunk need not be larger. `on_plan` is shown the Plan before anything large is
-    allocated, `progress` the bytes of each tensor pinned. Raises ConfigError, CheckpointError, TokenizerError, UsageError
-    and FileNotFoundError.
+    `trunk`: a folder that pack_trunk has filled from this checkpoint, to read the trunk from. `threads`: arithmetic threads,
+    all cores if None. `context`: positions there must be room for. `prompt_tokens`: the longest prompt, if known: the
+    prefill chunk need not be larger. `on_plan` is shown the Plan before anything large is allocated, `progress` the bytes
+    of each tensor pinned. Raises ConfigError, CheckpointError, TokenizerError, UsageError and FileNotFoundError.
     """
     budget = parse_size(ram)
     threads = CORES if threads is None else whole_number("threads", threads, 1, CORES)
@@ -409,17 +410,40 @@ def load(path, ram="8GB", threads=None, context=1024, prompt_tokens=None, on_pla
     config = read_config(path)
     checkpoint = Checkpoint(path)
     check_tensors(config, checkpoint)
+    walk = list(walk_order(config))
+    source = checkpoint if trunk is None else Packed(checkpoint, walk, trunk)
     tokenizer = open_tokenizer(path, config)
     plan = make_plan(config, checkpoint, budget, context, prompt_tokens, threads)
     if on_plan is not None:
         on_plan(plan)
     files, read_before = Files(), read_call_bytes()
-    trunk = Trunk(checkpoint, list(walk_order(config)), plan.pinned, row_multiples(config), files, part_of,
-                  plan.slots, plan.slot_bytes, max(READERS, threads), progress)
+    weights = Trunk(source, walk, plan.pinned, row_multiples(config), files, part_of,
+                    plan.slots, plan.slot_bytes, max(READERS, threads), progress)
     experts = Experts(lambda L, e: list(checkpoint.expert(L, e).values()), files, plan.expert_slots,
                       plan.expert_slot_bytes, max(EXPERT_READERS, threads))
+    report = Report(str(path), is_synthetic(path), threads, plan, None if trunk is None else str(trunk))
     stop = frozenset(config.eos_token_ids) | frozenset(tokenizer.stop_ids if tokenizer else ())
-    return Decoder(config, trunk, experts, plan, threads, path, stop, tokenizer, read_before)
+    return Decoder(config, weights, experts, plan, report, stop, tokenizer, read_before)
+
+
+def pack_trunk(path, folder):
+    """Copy the trunk of the checkpoint in `path` to `folder`, or go on where that was broken off; a line on what is there now.
+
+    Raises what load and pack raise, and UsageError if `folder` cannot be one.
+    """
+    config, checkpoint, folder = read_config(path), Checkpoint(path), Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder}: is a file, but the packed trunk needs a folder")
+    if checkpoint.path.resolve() in (folder.resolve(), *folder.resolve().parents):
+        raise UsageError(f"{folder}: lies in the model's own folder, which is never written to")
+    check_tensors(config, checkpoint)
+    walk, there, began = list(walk_order(config)), set(folder.glob("*.safetensors")), time.perf_counter()
+    with progress_bar(sum(checkpoint.extent(name).nbytes for name in walk), "B", desc="packing", unit_scale=True) as bar:
+        pack(checkpoint, walk, folder, bar.update)
+    files = [file.stat() for file in folder.glob("*.safetensors")]
+    size, on_disk = sum(file.st_size for file in files), 512 * sum(file.st_blocks for file in files)
+    return (f"{folder}: {len(files)} files of {shown_size(size)}, {shown_size(on_disk)} on disk; {len(files) - len(there)} written "
+            f"and {len(there)} found, all compared with {path}, in {time.perf_counter() - began:.1f} s")
 
 
 def whole_number(name, value, low, high):
@@ -463,7 +487,7 @@ def progress_bar(total, unit, **how):
     return tqdm(total=total, unit=unit, disable=None, leave=False, **how)
 
 
-def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", threads=None, logits=None, show=print):
+def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", trunk=None, threads=None, logits=None, show=print):
     """One whole run: encode, plan, load, decode greedily, report. Returns the Report.
 
     `ids` '1,2,3' or `prompt` str or bytes; `logits`: a list that receives each step's float32 [vocab]. `show` is given
@@ -474,7 +498,7 @@ def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", threads=Non
     if not ids:
         raise UsageError("the prompt is empty: at least one token id is needed")
     pinning = progress_bar(None, "B", desc="pinning", unit_scale=True)
-    model = load(path, ram, threads, context=len(ids) + max_new_tokens, prompt_tokens=len(ids),
+    model = load(path, ram, trunk, threads, context=len(ids) + max_new_tokens, prompt_tokens=len(ids),
                  on_plan=lambda plan: show(plan.text()), progress=pinning.update)
     pinning.close()
     passes = -(-len(ids) // model.chunk) + max_new_tokens - 1
@@ -499,4 +523,4 @@ def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", threads=Non
         model.close()
 
 
-__all__ = ['UNITS', 'parse_size', 'shown_size', 'resident_bytes', 'peak_bytes', 'read_call_bytes', 'available_bytes', 'CGROUPS', 'cgroup_free', 'PlanError', 'KERNELS', 'SLOT', 'SLOTS', 'READERS', 'EXPERT_READERS', 'MOST_CHUNK', 'Plan', 'activation_bytes', 'state_bytes', 'position_bytes', 'make_plan', 'Report', 'Decoder', 'check_tensors', 'is_synthetic', 'open_tokenizer', 'part_of', 'load', 'whole_number', 'parse_ids', 'prompt_ids', 'progress_bar', 'decode']
+__all__ = ['UNITS', 'parse_size', 'shown_size', 'resident_bytes', 'peak_bytes', 'read_call_bytes', 'available_bytes', 'CGROUPS', 'cgroup_free', 'PlanError', 'KERNELS', 'SLOT', 'SLOTS', 'READERS', 'EXPERT_READERS', 'MOST_CHUNK', 'Plan', 'activation_bytes', 'state_bytes', 'position_bytes', 'make_plan', 'Report', 'Decoder', 'check_tensors', 'is_synthetic', 'open_tokenizer', 'part_of', 'load', 'pack_trunk', 'whole_number', 'parse_ids', 'prompt_ids', 'progress_bar', 'decode']
