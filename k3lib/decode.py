@@ -24,7 +24,7 @@ from k3lib.config import read_config
 from k3lib.experts import Experts, passing_bytes, slot_bytes
 from k3lib.model import HEAD, Model, UsageError, row_multiples, tensor_name, walk_order
 from k3lib.tokenizer import Tokenizer
-from k3lib.trunk import CORES, PAGE, Files, Packed, Trunk, is_matrix, pack, widened
+from k3lib.trunk import CORES, PAGE, Files, Packed, Trunk, is_matrix, pack, row_blocks, widened
 
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -126,9 +126,10 @@ class PlanError(UsageError):
         self.least = least
 
 
-KERNELS = 95_000_000  # compiled kernels and their threads, resident after the first pass
+KERNELS = 60_000_000  # compiled kernels and their threads, resident after the first pass
 SLOT = 4 << 20  # bytes of a ring slot: long enough that Python is seldom asked, short enough that all threads end together
 SLOTS = 6
+READ_BYTES = 250  # of one entry in the list of reads
 READERS = 3  # at least; never fewer than arithmetic threads
 EXPERT_READERS = 4  # at least; each with a slot at hand
 MOST_CHUNK = 64
@@ -196,44 +197,34 @@ def make_plan(config, checkpoint, ram, context, prompt_tokens=None, threads=CORE
     Raises PlanError with the smallest budget that would do. Nothing large is allocated here.
     """
     extents = {name: checkpoint.extent(name) for name in walk_order(config)}
-    multiples = row_multiples(config)
     streams = {name: e for name, e in extents.items() if is_matrix(name, e)}
-    widest = max((multiples.get(name, 1) * (e.nbytes // e.shape[0]) for name, e in streams.items()), default=0)
-    slot = max(min(SLOT, max((widened(e.nbytes) + PAGE for e in streams.values()), default=0)), widened(widest) + PAGE)
-    trunk = sum(map(_whole, streams.values()))
+    trunk = sum(widened(e.nbytes) for e in streams.values())
+    slots = max(SLOTS, threads + 2)
+    slot, ring = _ring_bytes(streams, row_multiples(config), slots)
     first_moe = config.first_k_dense_replace
     an_expert = list(checkpoint.expert(first_moe, 0).values()) if first_moe < config.num_hidden_layers else []
     whole, passing = (slot_bytes(an_expert), passing_bytes(an_expert)) if an_expert else (1, 0)
     expert, experts = min(whole, passing), max(EXPERT_READERS, threads) if an_expert else 0
 
+    now = resident_bytes() or 150_000_000
     fixed = {
-        "interpreter, libraries, checkpoint index": resident_bytes() or 150_000_000,
+        "interpreter, libraries, checkpoint index": now,
         "compiled kernels and threads": KERNELS,
         "KDA state": state_bytes(config),
         f"latent cache, {context} positions": context * position_bytes(config),
-        "vectors and convolutions": sum(map(_whole, extents.values())) - trunk,
+        "vectors and convolutions": sum(_vector_bytes(e) for name, e in extents.items() if name not in streams),
     }
-    slots = max(SLOTS, threads + 2)
-    ring = slots * slot if streams else 0
     least = sum(fixed.values()) + activation_bytes(config, 1) + ring + experts * expert
     if ram < least:
         raise PlanError(least, f"a budget of {shown_size(ram)} is {shown_size(least - ram)} short: this model with {context} positions "
-                        f"needs at least {-(-least // 10**6)} MB")
+                        f"needs at least {_enough(least)} MB")
     chunk = min(MOST_CHUNK, prompt_tokens or MOST_CHUNK)
     while chunk > 1 and activation_bytes(config, chunk) > activation_bytes(config, 1) + (ram - least) // 4:
         chunk //= 2
     left = ram - least + activation_bytes(config, 1) - activation_bytes(config, chunk)
     if left + ring >= trunk:
-        left += ring
-        pinned, pinned_bytes, ring, slots = frozenset(streams), trunk, 0, 0
-    else:
-        pinned, pinned_bytes = [], 0
-        for name, e in streams.items():
-            if pinned_bytes + _whole(e) > left:
-                break
-            pinned.append(name)
-            pinned_bytes += _whole(e)
-        pinned = frozenset(pinned)
+        left, ring, slots = left + ring, 0, 0
+    pinned, pinned_bytes = _front(streams, left)
     left -= pinned_bytes
     if (len(pinned) == len(streams) or whole == expert) and left + experts * expert >= experts * whole:
         all_experts = config.num_experts * (config.num_hidden_layers - first_moe)
@@ -242,15 +233,41 @@ def make_plan(config, checkpoint, ram, context, prompt_tokens=None, threads=CORE
              "pinned trunk": pinned_bytes, f"expert slots, {experts}": experts * expert}
     plan = Plan(ram, parts, pinned, pinned_bytes, max(trunk, 1), slots, slot, experts, expert, context, chunk)
     free = available_bytes()
-    growth = plan.total - parts["interpreter, libraries, checkpoint index"]
-    if free is not None and growth > free:
-        raise PlanError(None, f"the plan takes {shown_size(growth)} more, but only {shown_size(free)} of memory are free here")
+    if free is not None and plan.total - now > free:
+        fits = int(0.99 * (now + free))  # what is free changes while it is looked at
+        advice = f"a budget of {fits // 10**6} MB would fit" if fits > least else f"not even the smallest budget, {_enough(least)} MB, would fit"
+        raise PlanError(None, f"the plan takes {shown_size(plan.total - now)} more, but only {shown_size(free)} of memory are free here: {advice}")
     return plan
 
 
-def _whole(extent):
-    "Bytes a resident tensor takes: its extent in whole pages."
-    return widened(extent.nbytes)
+def _ring_bytes(streams, multiples, slots):
+    "(bytes of a slot, bytes of `slots` of them and of the list of reads) for the matrices `streams`, {name: extent}."
+    if not streams:
+        return 0, 0
+    widest = max(multiples.get(name, 1) * (e.nbytes // e.shape[0]) for name, e in streams.items())
+    slot = max(min(SLOT, max(widened(e.nbytes) + PAGE for e in streams.values())), widened(widest) + PAGE)
+    reads = sum(len(row_blocks(e, multiples.get(name, 1), slot, "")) for name, e in streams.items())
+    return slot, slots * slot + READ_BYTES * reads
+
+
+def _vector_bytes(extent):
+    "Bytes a vector takes: float32, whatever the file has."
+    return 2 * extent.nbytes if extent.dtype == "BF16" else widened(extent.nbytes)
+
+
+def _front(streams, nbytes):
+    "The names from the front of `streams` that fit into `nbytes`, then later ones that still do; and the bytes they take."
+    taken, front = 0, []
+    for name, e in streams.items():
+        if taken + widened(e.nbytes) <= nbytes:
+            front.append(name)
+            taken += widened(e.nbytes)
+    return frozenset(front), taken
+
+
+def _enough(least):
+    "Megabytes that will do: two processes of a kind differ by some tenths."
+    return -(-(least + 500_000) // 10**6)
 
 
 @dataclasses.dataclass
@@ -523,4 +540,4 @@ def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", trunk=None,
         model.close()
 
 
-__all__ = ['UNITS', 'parse_size', 'shown_size', 'resident_bytes', 'peak_bytes', 'read_call_bytes', 'available_bytes', 'CGROUPS', 'cgroup_free', 'PlanError', 'KERNELS', 'SLOT', 'SLOTS', 'READERS', 'EXPERT_READERS', 'MOST_CHUNK', 'Plan', 'activation_bytes', 'state_bytes', 'position_bytes', 'make_plan', 'Report', 'Decoder', 'check_tensors', 'is_synthetic', 'open_tokenizer', 'part_of', 'load', 'pack_trunk', 'whole_number', 'parse_ids', 'prompt_ids', 'progress_bar', 'decode']
+__all__ = ['UNITS', 'parse_size', 'shown_size', 'resident_bytes', 'peak_bytes', 'read_call_bytes', 'available_bytes', 'CGROUPS', 'cgroup_free', 'PlanError', 'KERNELS', 'SLOT', 'SLOTS', 'READ_BYTES', 'READERS', 'EXPERT_READERS', 'MOST_CHUNK', 'Plan', 'activation_bytes', 'state_bytes', 'position_bytes', 'make_plan', 'Report', 'Decoder', 'check_tensors', 'is_synthetic', 'open_tokenizer', 'part_of', 'load', 'pack_trunk', 'whole_number', 'parse_ids', 'prompt_ids', 'progress_bar', 'decode']
