@@ -51,7 +51,7 @@ def _decode(args):
             raise FileNotFoundError(f"{args.prompt_file}: no such file")
         prompt = Path(args.prompt_file).read_bytes()
     logits = [] if args.logits else None
-    report = decode(args.model, args.ids, prompt, args.max_new_tokens, args.ram, args.threads, logits,
+    report = decode(args.model, args.ids, prompt, args.max_new_tokens, args.ram, args.trunk, args.threads, logits,
                     show=lambda text: print(text, flush=True))
     if args.logits:
         buffer = io.BytesIO()
@@ -81,6 +81,11 @@ def _census(args):
         _json(args.json, census.as_dict())
 
 
+def _pack(args):
+    from k3lib.decode import pack_trunk
+    print(pack_trunk(args.model, args.folder))
+
+
 def _synth(args):
     from k3lib.synth import synth
     print(synth(args.folder, args.preset, args.seed, args.layers, args.experts, args.vocab,
@@ -100,6 +105,7 @@ def _parser():
     given.add_argument("--prompt-file", metavar="FILE", help="the prompt as a file's bytes")
     decode.add_argument("--max-new-tokens", metavar="N", default="8")
     decode.add_argument("--ram", metavar="SIZE", default="8GB", help="most memory to use: 8GB is 8e9 bytes, 8GiB 2^33 (default 8GB)")
+    decode.add_argument("--trunk", metavar="DIR", help="read the trunk from a folder that `k3 pack` has filled from this model")
     decode.add_argument("--threads", metavar="N", default=None, help="threads of the arithmetic (default: all cores)")
     decode.add_argument("--json", metavar="FILE", help="write the report as JSON")
     decode.add_argument("--logits", metavar="FILE.npy", help="write every step's logits, float32 [steps, vocab]")
@@ -115,6 +121,11 @@ def _parser():
     census.add_argument("model")
     census.add_argument("--json", metavar="FILE")
     census.set_defaults(run=_census)
+
+    pack = commands.add_parser("pack", help="copy the trunk, read at every token, to a faster disk; goes on where it was broken off")
+    pack.add_argument("model")
+    pack.add_argument("folder", metavar="DIR")
+    pack.set_defaults(run=_pack)
 
     synth = commands.add_parser("synth", help="write a checkpoint of the released layout with made-up weights")
     synth.add_argument("folder", metavar="DIR")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small import write
+from test_synth import rewritten
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "fixtures" / "oracle13" / "model"
@@ -140,3 +142,39 @@ def test_outputs_that_would_replace_something_else_are_refused_before_the_run(tm
         refused(k3("decode", model, "--ids", "1", "--json", path), 2)
     refused(k3("decode", model, "--ids", "1", "--json", tmp_path / "x", "--logits", tmp_path / "x"), 2, "two outputs")
     assert not (tmp_path / "x").exists() and json.loads((model / "config.json").read_text())
+
+
+def test_pack_and_decode_from_it(tmp_path):
+    first, again = k3("pack", MODEL, tmp_path / "t"), k3("pack", MODEL, tmp_path / "t")
+    assert first.returncode == again.returncode == 0, first.stderr + again.stderr
+    assert first.stdout.startswith(f"{tmp_path / 't'}: 14 files of ") and "14 written and 0 found" in first.stdout
+    assert "0 written and 14 found" in again.stdout and not first.stderr
+    run = k3("decode", MODEL, "--ids", PROMPT, "--max-new-tokens", 20, "--trunk", tmp_path / "t", "--json", tmp_path / "r.json")
+    assert run.returncode == 0, run.stderr
+    assert "generated ids: " + ",".join(map(str, EXPECTED["generated_ids"])) in run.stdout
+    assert f"packed in {tmp_path / 't'}" in run.stdout
+    assert json.loads((tmp_path / "r.json").read_text())["trunk"] == str(tmp_path / "t")
+
+
+def test_what_is_no_packed_trunk(tmp_path, model):
+    refused(k3("decode", MODEL, "--ids", "1", "--trunk", tmp_path / "nowhere"), 2, tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    refused(k3("decode", MODEL, "--ids", "1", "--trunk", tmp_path / "empty"), 4, tmp_path / "empty")
+    write(tmp_path / "other")
+    assert k3("pack", tmp_path / "other", tmp_path / "t").returncode == 0
+    refused(k3("decode", MODEL, "--ids", "1", "--trunk", tmp_path / "t"), 4, tmp_path / "t", "not that of")
+    (tmp_path / "t" / "model-00003-of-000014.safetensors").unlink()
+    refused(k3("decode", tmp_path / "other", "--ids", "1", "--trunk", tmp_path / "t"), 4, "model-00003-of-000014.safetensors")
+
+
+def test_what_cannot_be_packed_or_packed_to(tmp_path, model):
+    refused(k3("pack", tmp_path / "nowhere", tmp_path / "t"), 2, tmp_path / "nowhere")
+    rewritten(model, tmp_path / "shuffled")
+    refused(k3("pack", tmp_path / "shuffled", tmp_path / "t"), 4, "layer 1", "not in one piece")
+    assert not (tmp_path / "t").exists()
+    (tmp_path / "file").write_text("mine")
+    refused(k3("pack", model, tmp_path / "file"), 2, tmp_path / "file", "is a file")
+    before = sorted(model.iterdir())
+    for folder in (model, model / "trunk"):
+        refused(k3("pack", model, folder), 2, "the model's own folder")
+    assert sorted(model.iterdir()) == before and (tmp_path / "file").read_text() == "mine"

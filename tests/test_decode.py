@@ -4,14 +4,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small import write
 
 import k3lib
 from k3lib import decode
-from k3lib.checkpoint import Checkpoint
+from k3lib.checkpoint import Checkpoint, CheckpointError
 from k3lib.config import read_config
 from k3lib.model import UsageError
 
 MODEL = Path(__file__).parents[1] / "fixtures" / "oracle13" / "model"
+
+
+def least():
+    "The smallest budget for the embedded model in this process, now."
+    with pytest.raises(decode.PlanError) as refused:
+        decode.make_plan(read_config(MODEL), Checkpoint(MODEL), 1, 32)
+    return refused.value.least
 
 
 @pytest.mark.parametrize("text, value", [("8GB", 8 * 10**9), ("8GiB", 8 * 2**30), ("900MB", 9 * 10**8), ("1.5 GB", 15 * 10**8), (12345, 12345), ("2kb", 2000)])
@@ -67,14 +75,11 @@ def test_the_number_a_refusal_names_would_do():
 
 def test_a_plan_never_exceeds_its_budget_and_more_pins_more():
     config, checkpoint = read_config(MODEL), Checkpoint(MODEL)
-    try:
-        decode.make_plan(config, checkpoint, 1, 32)
-    except decode.PlanError as error:
-        least = error.least + 2_000_000
+    floor = least() + 2_000_000
     shares = []
     for extra in range(0, 12_000_000, 1_000_000):
-        plan = decode.make_plan(config, checkpoint, least + extra, 32)
-        assert plan.total <= least + extra
+        plan = decode.make_plan(config, checkpoint, floor + extra, 32)
+        assert plan.total <= floor + extra
         shares.append(plan.pinned_bytes)
     assert shares == sorted(shares) and shares[0] < shares[-1] == plan.trunk_bytes
 
@@ -153,3 +158,57 @@ def test_what_is_no_id_is_refused(ids):
         model.prefill(ids)
     assert model.position == 0
     model.close()
+
+
+def logits(ram, trunk=None):
+    "Bytes of six steps' logits, and the files that were read."
+    rows, model = [], k3lib.load(MODEL, ram, trunk, context=32)
+    list(model.generate([304, 206, 32], 6, on_logits=lambda row: rows.append(row.tobytes())))
+    model.close()
+    return b"".join(rows), model.report
+
+
+def test_a_packed_trunk_changes_where_bytes_come_from_and_no_bit(tmp_path):
+    decode.pack_trunk(MODEL, tmp_path / "trunk")
+    plain, report = logits("1GB")
+    assert report.trunk is None and "read from the model's own files" in report.text()
+    for ram in ("1GB", least() + 1_500_000):  # all pinned; hardly anything
+        packed, report = logits(ram, tmp_path / "trunk")
+        assert packed == plain, f"ram={ram}: other logits"
+        assert report.trunk == str(tmp_path / "trunk") and f"packed in {tmp_path}" in report.text()
+        assert {f"model-{i:05}-of-000014.safetensors" for i in range(1, 15)} <= set(report.files)
+    assert report.plan.pinned_bytes < report.plan.trunk_bytes
+
+
+def test_a_pack_that_was_broken_off_is_no_trunk_until_it_is_taken_up_again(tmp_path, monkeypatch):
+    class Broken:
+        shown = 0
+
+        def update(self, nbytes):
+            self.shown += 1
+            if self.shown == 100:
+                raise KeyboardInterrupt
+
+        __enter__, __exit__ = lambda self: self, lambda self, *_: None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decode, "progress_bar", lambda *_, **how: Broken())
+        with pytest.raises(KeyboardInterrupt):
+            decode.pack_trunk(MODEL, tmp_path / "trunk")
+    there = {file: file.stat().st_mtime_ns for file in (tmp_path / "trunk").glob("*.safetensors")}
+    assert 1 < len(there) < 14
+    with pytest.raises(CheckpointError, match="missing"):
+        k3lib.load(MODEL, trunk=tmp_path / "trunk")
+    done = decode.pack_trunk(MODEL, tmp_path / "trunk")
+    assert f"{14 - len(there)} written and {len(there)} found" in done
+    assert all(file.stat().st_mtime_ns == when for file, when in there.items()), "a finished file was written again"
+    assert logits("1GB", tmp_path / "trunk")[0] == logits("1GB")[0]
+    assert not list((tmp_path / "trunk").glob("*.part"))
+
+
+def test_the_trunk_of_another_model_is_refused_also_where_only_its_numbers_differ(tmp_path):
+    decode.pack_trunk(write(tmp_path / "other"), tmp_path / "trunk")
+    with pytest.raises(CheckpointError, match="not that of"):
+        k3lib.load(MODEL, trunk=tmp_path / "trunk")
+    with pytest.raises(CheckpointError, match="another checkpoint"):
+        decode.pack_trunk(MODEL, tmp_path / "trunk")

@@ -14,6 +14,7 @@
 # %% tags=["parameters"]
 model_dir = ""  # a checkpoint's folder; empty: the embedded 13-layer model
 ram = "1GB"  # most memory to use: 8GB is 8e9 bytes, 8GiB is 2^33
+trunk = ""  # a folder that `k3 pack` has filled; empty: everything is read from model_dir
 ids = ""  # the prompt as token ids, "1,2,3" ...
 prompt = ""  # ... or as text; both empty: the twelve ids the embedded model's expected output belongs to
 max_new_tokens = 20
@@ -50,7 +51,7 @@ from k3lib.config import read_config
 from k3lib.experts import Experts, passing_bytes, slot_bytes
 from k3lib.model import HEAD, Model, UsageError, row_multiples, tensor_name, walk_order
 from k3lib.tokenizer import Tokenizer
-from k3lib.trunk import CORES, PAGE, Files, Trunk, is_matrix, widened
+from k3lib.trunk import CORES, PAGE, Files, Packed, Trunk, is_matrix, pack, row_blocks, widened
 
 
 # %% [markdown]
@@ -194,9 +195,10 @@ class PlanError(UsageError):
         self.least = least
 
 
-KERNELS = 95_000_000  # compiled kernels and their threads, resident after the first pass
+KERNELS = 60_000_000  # compiled kernels and their threads, resident after the first pass
 SLOT = 4 << 20  # bytes of a ring slot: long enough that Python is seldom asked, short enough that all threads end together
 SLOTS = 6
+READ_BYTES = 250  # of one entry in the list of reads
 READERS = 3  # at least; never fewer than arithmetic threads
 EXPERT_READERS = 4  # at least; each with a slot at hand
 MOST_CHUNK = 64
@@ -264,44 +266,34 @@ def make_plan(config, checkpoint, ram, context, prompt_tokens=None, threads=CORE
     Raises PlanError with the smallest budget that would do. Nothing large is allocated here.
     """
     extents = {name: checkpoint.extent(name) for name in walk_order(config)}
-    multiples = row_multiples(config)
     streams = {name: e for name, e in extents.items() if is_matrix(name, e)}
-    widest = max((multiples.get(name, 1) * (e.nbytes // e.shape[0]) for name, e in streams.items()), default=0)
-    slot = max(min(SLOT, max((widened(e.nbytes) + PAGE for e in streams.values()), default=0)), widened(widest) + PAGE)
-    trunk = sum(map(_whole, streams.values()))
+    trunk = sum(widened(e.nbytes) for e in streams.values())
+    slots = max(SLOTS, threads + 2)
+    slot, ring = _ring_bytes(streams, row_multiples(config), slots)
     first_moe = config.first_k_dense_replace
     an_expert = list(checkpoint.expert(first_moe, 0).values()) if first_moe < config.num_hidden_layers else []
     whole, passing = (slot_bytes(an_expert), passing_bytes(an_expert)) if an_expert else (1, 0)
     expert, experts = min(whole, passing), max(EXPERT_READERS, threads) if an_expert else 0
 
+    now = resident_bytes() or 150_000_000
     fixed = {
-        "interpreter, libraries, checkpoint index": resident_bytes() or 150_000_000,
+        "interpreter, libraries, checkpoint index": now,
         "compiled kernels and threads": KERNELS,
         "KDA state": state_bytes(config),
         f"latent cache, {context} positions": context * position_bytes(config),
-        "vectors and convolutions": sum(map(_whole, extents.values())) - trunk,
+        "vectors and convolutions": sum(_vector_bytes(e) for name, e in extents.items() if name not in streams),
     }
-    slots = max(SLOTS, threads + 2)
-    ring = slots * slot if streams else 0
     least = sum(fixed.values()) + activation_bytes(config, 1) + ring + experts * expert
     if ram < least:
         raise PlanError(least, f"a budget of {shown_size(ram)} is {shown_size(least - ram)} short: this model with {context} positions "
-                        f"needs at least {-(-least // 10**6)} MB")
+                        f"needs at least {_enough(least)} MB")
     chunk = min(MOST_CHUNK, prompt_tokens or MOST_CHUNK)
     while chunk > 1 and activation_bytes(config, chunk) > activation_bytes(config, 1) + (ram - least) // 4:
         chunk //= 2
     left = ram - least + activation_bytes(config, 1) - activation_bytes(config, chunk)
     if left + ring >= trunk:
-        left += ring
-        pinned, pinned_bytes, ring, slots = frozenset(streams), trunk, 0, 0
-    else:
-        pinned, pinned_bytes = [], 0
-        for name, e in streams.items():
-            if pinned_bytes + _whole(e) > left:
-                break
-            pinned.append(name)
-            pinned_bytes += _whole(e)
-        pinned = frozenset(pinned)
+        left, ring, slots = left + ring, 0, 0
+    pinned, pinned_bytes = _front(streams, left)
     left -= pinned_bytes
     if (len(pinned) == len(streams) or whole == expert) and left + experts * expert >= experts * whole:
         all_experts = config.num_experts * (config.num_hidden_layers - first_moe)
@@ -310,15 +302,41 @@ def make_plan(config, checkpoint, ram, context, prompt_tokens=None, threads=CORE
              "pinned trunk": pinned_bytes, f"expert slots, {experts}": experts * expert}
     plan = Plan(ram, parts, pinned, pinned_bytes, max(trunk, 1), slots, slot, experts, expert, context, chunk)
     free = available_bytes()
-    growth = plan.total - parts["interpreter, libraries, checkpoint index"]
-    if free is not None and growth > free:
-        raise PlanError(None, f"the plan takes {shown_size(growth)} more, but only {shown_size(free)} of memory are free here")
+    if free is not None and plan.total - now > free:
+        fits = int(0.99 * (now + free))  # what is free changes while it is looked at
+        advice = f"a budget of {fits // 10**6} MB would fit" if fits > least else f"not even the smallest budget, {_enough(least)} MB, would fit"
+        raise PlanError(None, f"the plan takes {shown_size(plan.total - now)} more, but only {shown_size(free)} of memory are free here: {advice}")
     return plan
 
 
-def _whole(extent):
-    "Bytes a resident tensor takes: its extent in whole pages."
-    return widened(extent.nbytes)
+def _ring_bytes(streams, multiples, slots):
+    "(bytes of a slot, bytes of `slots` of them and of the list of reads) for the matrices `streams`, {name: extent}."
+    if not streams:
+        return 0, 0
+    widest = max(multiples.get(name, 1) * (e.nbytes // e.shape[0]) for name, e in streams.items())
+    slot = max(min(SLOT, max(widened(e.nbytes) + PAGE for e in streams.values())), widened(widest) + PAGE)
+    reads = sum(len(row_blocks(e, multiples.get(name, 1), slot, "")) for name, e in streams.items())
+    return slot, slots * slot + READ_BYTES * reads
+
+
+def _vector_bytes(extent):
+    "Bytes a vector takes: float32, whatever the file has."
+    return 2 * extent.nbytes if extent.dtype == "BF16" else widened(extent.nbytes)
+
+
+def _front(streams, nbytes):
+    "The names from the front of `streams` that fit into `nbytes`, then later ones that still do; and the bytes they take."
+    taken, front = 0, []
+    for name, e in streams.items():
+        if taken + widened(e.nbytes) <= nbytes:
+            front.append(name)
+            taken += widened(e.nbytes)
+    return frozenset(front), taken
+
+
+def _enough(least):
+    "Megabytes that will do: two processes of a kind differ by some tenths."
+    return -(-(least + 500_000) // 10**6)
 
 
 # %% [markdown]
@@ -368,6 +386,7 @@ class Report:
     synthetic: bool
     threads: int
     plan: Plan
+    trunk: str | None = None  # the folder of a packed trunk
     ids: list = dataclasses.field(default_factory=list)
     step_seconds: list = dataclasses.field(default_factory=list)
     wall_seconds: float = 0.0
@@ -398,6 +417,7 @@ class Report:
             how.setdefault(way, []).append(name)
         rows = [
             ("model", self.model + " (synthetic weights)" * self.synthetic),
+            ("trunk", "read from the model's own files" if self.trunk is None else f"packed in {self.trunk}"),
             ("tokens", f"{len(self.ids)} new, {self.threads} threads"),
             ("seconds a step", ", ".join(f"{s:.3g}" for s in self.step_seconds[:6]) + (", ..." if len(self.step_seconds) > 6 else "")),
             ("wall", f"{self.wall_seconds:.2f} s: {self.compute_seconds:.2f} s computing, {self.io_wait_seconds:.2f} s waiting for bytes"),
@@ -422,10 +442,9 @@ class Report:
 class Decoder(Model):
     "A Model that knows its plan, generates greedily and keeps the account. Made by `load`."
 
-    def __init__(self, config, trunk, experts, plan, threads, path, stop, tokenizer, read_before):
-        self._read_before = read_before
-        self.plan, self.threads, self.stop, self.tokenizer = plan, threads, stop, tokenizer
-        self._report = Report(str(path), is_synthetic(path), threads, plan)
+    def __init__(self, config, trunk, experts, plan, report, stop, tokenizer, read_before):
+        self._read_before, self._report = read_before, report
+        self.plan, self.threads, self.stop, self.tokenizer = plan, report.threads, stop, tokenizer
         super().__init__(config, trunk, experts, plan.context, plan.chunk)
 
     def forward(self, ids, last_only=False, watch=None):
@@ -487,6 +506,7 @@ class Decoder(Model):
 # `load` trusts nothing: the config is refused or believed as a whole (5.1), every tensor it implies must be in the headers with
 # its dtype and shape, and the plan must hold, also against the memory that is free, before anything large is allocated. Half a million tensors
 # are asked for family by family (5.1.5), which is quick; only if one is not right, the plain loop goes through the names to say which.
+# A packed trunk (5.3.11) takes the checkpoint's place as the source of everything but embedding and experts.
 
 # %% tags=["export"]
 def check_tensors(config, checkpoint):
@@ -521,13 +541,13 @@ def part_of(name):
     return "trunk" if ".layers." in name else "other"
 
 
-def load(path, ram="8GB", threads=None, context=1024, prompt_tokens=None, on_plan=None, progress=None):
+def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=None, on_plan=None, progress=None):
     """A Decoder for the checkpoint in folder `path`, holding at most `ram` bytes of memory ("8GB", "1GiB", an int).
 
-    `threads`: arithmetic threads, all cores if None. `context`: positions there must be room for. `prompt_tokens`: the
-    longest prompt, if known: the prefill chunk need not be larger. `on_plan` is shown the Plan before anything large is
-    allocated, `progress` the bytes of each tensor pinned. Raises ConfigError, CheckpointError, TokenizerError, UsageError
-    and FileNotFoundError.
+    `trunk`: a folder that pack_trunk has filled from this checkpoint, to read the trunk from. `threads`: arithmetic threads,
+    all cores if None. `context`: positions there must be room for. `prompt_tokens`: the longest prompt, if known: the
+    prefill chunk need not be larger. `on_plan` is shown the Plan before anything large is allocated, `progress` the bytes
+    of each tensor pinned. Raises ConfigError, CheckpointError, TokenizerError, UsageError and FileNotFoundError.
     """
     budget = parse_size(ram)
     threads = CORES if threads is None else whole_number("threads", threads, 1, CORES)
@@ -535,17 +555,44 @@ def load(path, ram="8GB", threads=None, context=1024, prompt_tokens=None, on_pla
     config = read_config(path)
     checkpoint = Checkpoint(path)
     check_tensors(config, checkpoint)
+    walk = list(walk_order(config))
+    source = checkpoint if trunk is None else Packed(checkpoint, walk, trunk)
     tokenizer = open_tokenizer(path, config)
     plan = make_plan(config, checkpoint, budget, context, prompt_tokens, threads)
     if on_plan is not None:
         on_plan(plan)
     files, read_before = Files(), read_call_bytes()
-    trunk = Trunk(checkpoint, list(walk_order(config)), plan.pinned, row_multiples(config), files, part_of,
-                  plan.slots, plan.slot_bytes, max(READERS, threads), progress)
+    weights = Trunk(source, walk, plan.pinned, row_multiples(config), files, part_of,
+                    plan.slots, plan.slot_bytes, max(READERS, threads), progress)
     experts = Experts(lambda L, e: list(checkpoint.expert(L, e).values()), files, plan.expert_slots,
                       plan.expert_slot_bytes, max(EXPERT_READERS, threads))
+    report = Report(str(path), is_synthetic(path), threads, plan, None if trunk is None else str(trunk))
     stop = frozenset(config.eos_token_ids) | frozenset(tokenizer.stop_ids if tokenizer else ())
-    return Decoder(config, trunk, experts, plan, threads, path, stop, tokenizer, read_before)
+    return Decoder(config, weights, experts, plan, report, stop, tokenizer, read_before)
+
+
+# %% [markdown]
+# The folder that `trunk` names is made once, by the `k3 pack` command. It does not need to be on the disk the checkpoint is on.
+
+# %% tags=["export"]
+def pack_trunk(path, folder):
+    """Copy the trunk of the checkpoint in `path` to `folder`, or go on where that was broken off; a line on what is there now.
+
+    Raises what load and pack raise, and UsageError if `folder` cannot be one.
+    """
+    config, checkpoint, folder = read_config(path), Checkpoint(path), Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder}: is a file, but the packed trunk needs a folder")
+    if checkpoint.path.resolve() in (folder.resolve(), *folder.resolve().parents):
+        raise UsageError(f"{folder}: lies in the model's own folder, which is never written to")
+    check_tensors(config, checkpoint)
+    walk, there, began = list(walk_order(config)), set(folder.glob("*.safetensors")), time.perf_counter()
+    with progress_bar(sum(checkpoint.extent(name).nbytes for name in walk), "B", desc="packing", unit_scale=True) as bar:
+        pack(checkpoint, walk, folder, bar.update)
+    files = [file.stat() for file in folder.glob("*.safetensors")]
+    size, on_disk = sum(file.st_size for file in files), 512 * sum(file.st_blocks for file in files)
+    return (f"{folder}: {len(files)} files of {shown_size(size)}, {shown_size(on_disk)} on disk; {len(files) - len(there)} written "
+            f"and {len(there)} found, all compared with {path}, in {time.perf_counter() - began:.1f} s")
 
 
 # %% [markdown]
@@ -594,7 +641,7 @@ def progress_bar(total, unit, **how):
     return tqdm(total=total, unit=unit, disable=None, leave=False, **how)
 
 
-def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", threads=None, logits=None, show=print):
+def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", trunk=None, threads=None, logits=None, show=print):
     """One whole run: encode, plan, load, decode greedily, report. Returns the Report.
 
     `ids` '1,2,3' or `prompt` str or bytes; `logits`: a list that receives each step's float32 [vocab]. `show` is given
@@ -605,7 +652,7 @@ def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", threads=Non
     if not ids:
         raise UsageError("the prompt is empty: at least one token id is needed")
     pinning = progress_bar(None, "B", desc="pinning", unit_scale=True)
-    model = load(path, ram, threads, context=len(ids) + max_new_tokens, prompt_tokens=len(ids),
+    model = load(path, ram, trunk, threads, context=len(ids) + max_new_tokens, prompt_tokens=len(ids),
                  on_plan=lambda plan: show(plan.text()), progress=pinning.update)
     pinning.close()
     passes = -(-len(ids) // model.chunk) + max_new_tokens - 1
@@ -637,8 +684,8 @@ def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", threads=Non
 # logits of all steps are compared as bytes.
 
 # %%
-def logits_at(ram):
-    model = load(ORACLE / "model", ram=ram, context=32)
+def logits_at(ram, trunk=None):
+    model = load(ORACLE / "model", ram=ram, trunk=trunk, context=32)
     rows = []
     tokens = list(model.generate(EXPECTED["prompt_ids"], 6, on_logits=lambda row: rows.append(row.copy())))
     share = model.plan.pinned_bytes / model.plan.trunk_bytes
@@ -656,6 +703,16 @@ assert runs[0][2] < runs[1][2] < runs[2][2] == 1 and runs[0][3] > runs[1][3] > r
 print("three budgets, three amounts of reading, the same logits: True")
 
 # %% [markdown]
+# The same at the smallest of the three with the trunk on another disk, or at least in another folder.
+
+# %%
+with tempfile.TemporaryDirectory() as scratch:
+    done = pack_trunk(os.path.relpath(ORACLE / "model"), Path(scratch, "trunk"))
+    packed = logits_at(floor(32) + 2_000_000, trunk=Path(scratch, "trunk"))
+assert packed[0] == runs[0][0] and packed[1] == runs[0][1]
+print("packed,", done.partition(": ")[2].partition(" on disk")[0].rpartition(",")[0] + ":", "the same logits: True")
+
+# %% [markdown]
 # ## 5.6.8 The run
 #
 # The run happens in a process of its own, as `k3 decode` would be: this notebook's kernel, with its plotting library, is no
@@ -669,7 +726,7 @@ with tempfile.TemporaryDirectory() as scratch:
     record = Path(scratch) / "report.json"
     command = [sys.executable, "-m", "k3lib", "decode", folder, "--ram", str(ram), "--max-new-tokens", str(max_new_tokens),
                "--json", str(record)]
-    command += ["--threads", str(threads)] * (threads != 0) + ["--ids", str(ids)] * (ids != "") + ["--prompt", str(prompt)] * (prompt != "")
+    command += ["--threads", str(threads)] * (threads != 0) + ["--trunk", str(trunk)] * (trunk != "") + ["--ids", str(ids)] * (ids != "") + ["--prompt", str(prompt)] * (prompt != "")
     run = subprocess.run(command, capture_output=True, text=True)
     print(run.stdout, end="")
     if run.returncode:

@@ -1,0 +1,263 @@
+"The budget as a promise: the same bytes at every one, no more memory than it says, and a refusal that names what would do."
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_synth import rewritten
+
+import k3lib
+from k3lib import decode
+from k3lib.checkpoint import EXPERT_TENSORS, Checkpoint, Extent, header_bytes
+from k3lib.config import read_config
+from k3lib.model import UsageError
+from k3lib.synth import synth
+from k3lib.trunk import ITEMSIZE
+
+resource = pytest.importorskip("resource")
+pytestmark = pytest.mark.skipif(decode.peak_bytes() is None, reason="this system does not tell a process its peak")
+TWO = {**os.environ, "NUMBA_NUM_THREADS": "2"}  # also where there is one core, and no more threads where there are many
+ROOT = Path(__file__).parents[1]
+MODEL = ROOT / "fixtures" / "oracle13" / "model"
+
+
+class Run:
+    "One `k3 decode` in a process of its own: its logits as bytes, its report, and what it said."
+
+    def __init__(self, model, folder, ram, *args, ids="5,9", tokens=2, **how):
+        command = [sys.executable, "-m", "k3lib", "decode", model, "--ids", ids, "--max-new-tokens", tokens, "--ram", ram,
+                   "--logits", folder / "l.npy", "--json", folder / "r.json", *args]
+        done = subprocess.run([str(word) for word in command], capture_output=True, text=True, env=TWO, **how)
+        self.code, self.error = done.returncode, done.stderr
+        if self.code == 0:
+            self.logits = np.load(folder / "l.npy").tobytes()
+            self.report = json.loads((folder / "r.json").read_text())
+            self.plan = self.report["plan"]
+
+
+def kept(run, ram):
+    "The run stayed below its budget, and within 10% of its plan."
+    assert run.code == 0, run.error
+    peak, planned = run.report["peak_rss_bytes"], run.plan["total"]
+    print(f"budget {ram}, planned {planned / 1e6:.1f} MB, peak {peak / 1e6:.1f} MB")
+    assert planned <= decode.parse_size(ram), f"the plan of {planned} bytes exceeds the budget {ram}"
+    assert peak <= decode.parse_size(ram), f"peak of {peak} bytes, the budget is {ram}"
+    assert 0.9 * planned <= peak <= 1.1 * planned, f"peak of {peak} bytes, planned were {planned}"
+
+
+def floor(model, folder, *args):
+    "The budget that the refusal of a smaller one names."
+    run = Run(model, folder, "100MB", *args)
+    assert run.code == 2, run.error
+    assert len(run.error.strip().splitlines()) == 1, run.error
+    return re.search(r"is .+ short: .* needs at least (\d+) MB$", run.error.strip())[1] + "MB"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(tmp_path_factory):
+    "Every kernel in numba's cache, streamed and resident: a process that compiles takes more memory than one that loads."
+    folder = tmp_path_factory.mktemp("compiled")
+    for ram in (floor(MODEL, folder), "4GB"):
+        assert Run(MODEL, folder, ram).code == 0
+
+
+@pytest.fixture(scope="module")
+def slice_(tmp_path_factory):
+    "Five layers of full width, 64 experts: 16.6 GB of tensors, 0.4 GB on disk. Layer 3 is MLA."
+    folder = tmp_path_factory.mktemp("slice")
+    synth(folder / "model", "full", layers=5, experts=64)
+    decode.pack_trunk(folder / "model", folder / "trunk")
+    return folder
+
+
+def only(ram):
+    "For a child: no more private memory than `ram`. A thread's stack counts whole, used or not, so stacks are small."
+    def limits():
+        resource.setrlimit(resource.RLIMIT_STACK, (1 << 20, 1 << 20))
+        resource.setrlimit(resource.RLIMIT_DATA, (decode.parse_size(ram),) * 2)
+    return {"preexec_fn": limits}
+
+
+@pytest.fixture(scope="module")
+def lowest(slice_, tmp_path_factory):
+    "The smallest budget for the slice, and its run where the system gives no more than that."
+    folder = tmp_path_factory.mktemp("lowest")
+    ram = floor(slice_ / "model", folder)
+    return ram, Run(slice_ / "model", folder, ram, **only(ram))
+
+
+# The dial
+
+
+def test_the_floor_where_the_system_gives_no_more(lowest):
+    ram, run = lowest
+    kept(run, ram)
+    assert run.plan["expert_slots"] * run.plan["expert_slot_bytes"] < 10e6 and run.plan["pinned_bytes"] < 2e6
+
+
+def test_the_same_bytes_at_every_budget(slice_, lowest, tmp_path):
+    model, trunk = slice_ / "model", ["--trunk", slice_ / "trunk"]
+    pinned = []
+    for ram, threads, more in [(floor(model, tmp_path, *trunk), 1, trunk), ("450MB", 1, []), ("600MB", 2, trunk), ("1GB", 2, []), ("2GB", 1, trunk)]:
+        run = Run(model, tmp_path, ram, "--threads", threads, *more)
+        kept(run, ram)
+        assert run.logits == lowest[1].logits, f"{ram}, {threads} threads{', packed' * bool(more)}: other logits"
+        assert run.report["trunk"] == (str(trunk[1]) if more else None)
+        pinned.append(run.plan["pinned_bytes"])
+    assert pinned == sorted(pinned) and pinned[0] < 2e6 and pinned[-1] > 1e9
+
+
+def test_a_budget_below_the_floor_is_refused(slice_, lowest, tmp_path):
+    run = Run(slice_ / "model", tmp_path, f"{int(lowest[0][:-2]) - 3}MB")
+    assert run.code == 2 and "short" in run.error, run.error
+
+
+def test_a_prompt_in_one_chunk_stays_within_its_budget(slice_, tmp_path):
+    ids = ",".join(str(5 + 37 * i) for i in range(20))
+    run = Run(slice_ / "model", tmp_path, "450MB", ids=ids, tokens=1)
+    kept(run, "450MB")
+    assert run.plan["chunk"] == 20
+
+
+def test_more_than_the_model_needs(tmp_path):
+    kept(Run(MODEL, tmp_path, "4GB"), "4GB")
+
+
+def test_a_plan_that_the_machine_cannot_hold_says_what_would_fit(monkeypatch):
+    config, checkpoint = read_config(MODEL), Checkpoint(MODEL)
+    with pytest.raises(decode.PlanError) as refused:
+        decode.make_plan(config, checkpoint, 1, 32)
+    for short, advice in (6_000_000, r"a budget of (\d+) MB would fit"), (-2_000_000, r"not even the smallest budget, (\d+) MB, would fit"):
+        free = refused.value.least - decode.resident_bytes() + short
+        monkeypatch.setattr(decode, "available_bytes", lambda: free)
+        with pytest.raises(decode.PlanError, match=advice) as caught:
+            decode.make_plan(config, checkpoint, 10**9, 32)
+        named = int(re.search(advice, str(caught.value))[1]) * 10**6
+        if short > 0:
+            assert decode.make_plan(config, checkpoint, named, 32).total <= named
+
+
+# Layouts
+
+
+def scattered(source, target, seed=0):
+    "A copy whose tensors are dealt at random to as many files, so that no layer and no expert lies in one piece. Returns `target`."
+    shutil.copytree(source, target)
+    with Checkpoint(source) as ckpt:
+        names = list(ckpt.names())
+        names = [names[i] for i in np.random.default_rng(seed).permutation(len(names))]
+        for i, file in enumerate(ckpt.files):
+            mine = names[i::len(ckpt.files)]
+            (target / Path(file).name).write_bytes(header_bytes((name, *ckpt.extent(name)[3:]) for name in mine)
+                                                   + b"".join(ckpt.raw(name).tobytes() for name in mine))
+    return target
+
+
+def test_other_layouts_stream_to_the_same_bytes(tmp_path):
+    synth(tmp_path / "m", "oracle", seed=11)
+    rewritten(tmp_path / "m", tmp_path / "shuffled", seed=3)
+    scattered(tmp_path / "m", tmp_path / "scattered")
+    ram, broken = floor(tmp_path / "m", tmp_path), {}
+    first = Run(tmp_path / "m", tmp_path, ram, ids="5,9,17", tokens=4)
+    for name in "shuffled", "scattered":
+        with Checkpoint(tmp_path / name) as ckpt:
+            broken[name] = ckpt.contiguity()
+        run = Run(tmp_path / name, tmp_path, ram, ids="5,9,17", tokens=4)
+        kept(run, ram)
+        assert run.plan["pinned_bytes"] < 0.5 * run.plan["trunk_bytes"], "nothing streamed"
+        assert run.logits == first.logits, f"{name}: other logits"
+    assert len(broken["shuffled"].broken_layers) > 5 and len(broken["scattered"].broken_layers) == 13
+    assert len(broken["scattered"].broken_experts) > 100
+
+
+# Time and length
+
+GROWTH = """
+import sys, k3lib
+from k3lib.decode import resident_bytes
+model, token, seen = k3lib.load(sys.argv[1], sys.argv[2], context=220), 5, []
+for i in range(220):
+    token = int(model.step(token).argmax())
+    seen.append(resident_bytes())
+print(seen[19], seen[-1])
+"""
+
+
+def test_memory_does_not_grow_with_tokens(tmp_path):
+    ram = int(floor(MODEL, tmp_path)[:-2]) * 10**6 + 1_000_000
+    done = subprocess.run([sys.executable, "-c", GROWTH, MODEL, str(ram)], capture_output=True, text=True, check=True, env=TWO)
+    early, late = map(int, done.stdout.split())
+    assert late - early < 10_000_000, f"{(late - early) / 200 / 1000:.0f} kB a token more in memory over 200 tokens"
+
+
+class Released:
+    "The headers of the released checkpoint as far as a plan looks at them, from the config alone."
+
+    def __init__(self, config):
+        self.extents = {}
+        for name, dtype, shape in config.tensors():
+            if ".experts." not in name or ".layers.1.block_sparse_moe.experts.0." in name:
+                self.extents[name] = Extent("", 8, math.prod(shape) * ITEMSIZE[dtype], dtype, shape)
+
+    def extent(self, name):
+        return self.extents[name]
+
+    def expert(self, layer, number):
+        return {short: self.extents[pattern.replace("#", str(layer), 1).replace("#", str(number), 1)] for short, pattern in EXPERT_TENSORS.items()}
+
+
+@pytest.fixture(scope="module")
+def released():
+    config = read_config(ROOT / "fixtures" / "k3")
+    return config, Released(config)
+
+
+@pytest.fixture
+def small_process(monkeypatch):
+    "As in a process of its own: this one has pytest and more in memory."
+    monkeypatch.setattr(decode, "resident_bytes", lambda: 130_000_000)
+    monkeypatch.setattr(decode, "available_bytes", lambda: None)
+
+
+def test_the_released_shape_fits_a_gigabyte_and_4096_positions_cost_226_megabytes(released, small_process):
+    short, long = (decode.make_plan(*released, 2 * 10**9, context) for context in (9, 4096))
+    assert all(decode.make_plan(*released, 10**9, context).total <= 10**9 for context in (9, 4096))
+    cache = long.parts["latent cache, 4096 positions"]
+    assert cache == 4096 * 24 * 576 * 4 and 226e6 < cache < 227e6 and 55_000 < cache / 4096 < 55_500
+    assert long.total <= 2 * 10**9 and short.pinned_bytes - long.pinned_bytes > 200e6, "the cache takes memory from the trunk"
+    assert min(short.total, long.total) > 1.99e9, "most of the budget is spent"
+    with pytest.raises(decode.PlanError, match=r"16384 positions needs at least \d+ MB"):
+        decode.make_plan(*released, 10**9, 16_384)
+
+
+def test_a_context_that_does_not_fit_is_refused_before_the_first_read(slice_, tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "Files", lambda: pytest.fail("a file was opened for reading"))
+    with pytest.raises(UsageError, match="1000000 positions needs at least"):
+        k3lib.load(slice_ / "model", ram="2GB", context=1_000_000)
+    run = Run(slice_ / "model", tmp_path, "2GB", tokens=1_000_000)
+    assert run.code == 2 and "1000002 positions needs at least" in run.error and "generated" not in run.error
+
+
+FULL = """
+import sys, k3lib
+model = k3lib.load(sys.argv[1], sys.argv[2], context=4096)
+for state in model.state:
+    if not isinstance(state, tuple):  # a latent cache, as it is after so many tokens
+        state[:] = 0.01
+model.position = 4094
+model.prefill([5, 9])
+print(model.report.peak_rss_bytes, model.plan.total)
+"""
+
+
+def test_a_step_at_4096_positions_stays_within_its_plan(slice_, tmp_path):
+    run = subprocess.run([sys.executable, "-c", FULL, slice_ / "model", "400MB"], capture_output=True, text=True, env=TWO)
+    assert run.returncode == 0, run.stderr
+    peak, planned = map(int, run.stdout.split())
+    assert peak <= 400_000_000 and 0.9 * planned <= peak <= 1.1 * planned, f"peak of {peak} bytes, planned were {planned}"
