@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "checkpoint": "", "mxfp4": "checkpoint", "linear": "mxfp4", "kda": "linear", "mla": "mxfp4 linear",
     "residual": "linear", "router": "linear", "moe": "mxfp4 router linear", "config": "", "tokenizer": "",
     "synth": "checkpoint config",
-    "trunk": "checkpoint linear", "experts": "moe trunk",
+    "trunk": "checkpoint linear", "experts": "linear mxfp4 moe trunk",
     "model": "checkpoint linear kda mla residual router moe config trunk experts",
     "decode": "model config tokenizer checkpoint trunk experts",
 }

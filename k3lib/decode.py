@@ -4,10 +4,10 @@ Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
 # built on checkpoint b1d093d706e9
 # built on config 14b2a1a890ac
-# built on experts 62d649b0207a
-# built on model b12b19fdb537
+# built on experts eb3117f1a410
+# built on model f491714bcfda
 # built on tokenizer 2e9895b018e7
-# built on trunk 6556e3addf06
+# built on trunk 1da9ecd93637
 
 import dataclasses
 import json
@@ -21,10 +21,10 @@ from tqdm import tqdm
 
 from k3lib.checkpoint import Checkpoint, CheckpointError
 from k3lib.config import read_config
-from k3lib.experts import Experts, slot_bytes
+from k3lib.experts import Experts, passing_bytes, slot_bytes
 from k3lib.model import HEAD, Model, UsageError, row_multiples, tensor_name, walk_order
 from k3lib.tokenizer import Tokenizer
-from k3lib.trunk import PAGE, Files, Trunk, is_matrix, widened
+from k3lib.trunk import CORES, PAGE, Files, Trunk, is_matrix, widened
 
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -126,12 +126,11 @@ class PlanError(UsageError):
         self.least = least
 
 
-KERNELS = 80_000_000  # compiled kernels and their threads, resident after the first pass
-SLOT = 8 << 20  # bytes of a ring slot: long enough a read for any device, short enough to start computing early
+KERNELS = 95_000_000  # compiled kernels and their threads, resident after the first pass
+SLOT = 4 << 20  # bytes of a ring slot: long enough that Python is seldom asked, short enough that all threads end together
 SLOTS = 6
-READERS = 2
-EXPERT_READERS = 4
-FLOOR_EXPERTS = 2  # expert slots below which reading and computing could not overlap
+READERS = 3  # at least; never fewer than arithmetic threads
+EXPERT_READERS = 4  # at least; each with a slot at hand
 MOST_CHUNK = 64
 
 
@@ -191,7 +190,7 @@ def position_bytes(config):
     return 4 * len(config.mla_layers) * (config.kv_lora_rank + config.qk_rope_head_dim)
 
 
-def make_plan(config, checkpoint, ram, context, prompt_tokens=None):
+def make_plan(config, checkpoint, ram, context, prompt_tokens=None, threads=CORES):
     """Spend `ram` bytes: fixed costs, state, cache, ring, then the trunk from the front of the walk, then expert slots.
 
     Raises PlanError with the smallest budget that would do. Nothing large is allocated here.
@@ -203,8 +202,9 @@ def make_plan(config, checkpoint, ram, context, prompt_tokens=None):
     slot = max(min(SLOT, max((widened(e.nbytes) + PAGE for e in streams.values()), default=0)), widened(widest) + PAGE)
     trunk = sum(map(_whole, streams.values()))
     first_moe = config.first_k_dense_replace
-    expert = slot_bytes(list(checkpoint.expert(first_moe, 0).values())) if first_moe < config.num_hidden_layers else 0
-    all_experts = config.num_experts * (config.num_hidden_layers - first_moe)
+    an_expert = list(checkpoint.expert(first_moe, 0).values()) if first_moe < config.num_hidden_layers else []
+    whole, passing = (slot_bytes(an_expert), passing_bytes(an_expert)) if an_expert else (1, 0)
+    expert, experts = min(whole, passing), max(EXPERT_READERS, threads) if an_expert else 0
 
     fixed = {
         "interpreter, libraries, checkpoint index": resident_bytes() or 150_000_000,
@@ -213,8 +213,9 @@ def make_plan(config, checkpoint, ram, context, prompt_tokens=None):
         f"latent cache, {context} positions": context * position_bytes(config),
         "vectors and convolutions": sum(map(_whole, extents.values())) - trunk,
     }
-    ring = SLOTS * slot if streams else 0
-    least = sum(fixed.values()) + activation_bytes(config, 1) + ring + FLOOR_EXPERTS * expert
+    slots = max(SLOTS, threads + 2)
+    ring = slots * slot if streams else 0
+    least = sum(fixed.values()) + activation_bytes(config, 1) + ring + experts * expert
     if ram < least:
         raise PlanError(least, f"a budget of {shown_size(ram)} is {shown_size(least - ram)} short: this model with {context} positions "
                         f"needs at least {-(-least // 10**6)} MB")
@@ -222,13 +223,11 @@ def make_plan(config, checkpoint, ram, context, prompt_tokens=None):
     while chunk > 1 and activation_bytes(config, chunk) > activation_bytes(config, 1) + (ram - least) // 4:
         chunk //= 2
     left = ram - least + activation_bytes(config, 1) - activation_bytes(config, chunk)
-    in_flight = min(max(left // expert, 0), config.num_experts_per_token - FLOOR_EXPERTS) if expert else 0
-    left -= in_flight * expert
     if left + ring >= trunk:
+        left += ring
         pinned, pinned_bytes, ring, slots = frozenset(streams), trunk, 0, 0
-        left += SLOTS * slot if streams else 0
     else:
-        pinned, pinned_bytes, slots = [], 0, SLOTS
+        pinned, pinned_bytes = [], 0
         for name, e in streams.items():
             if pinned_bytes + _whole(e) > left:
                 break
@@ -236,7 +235,9 @@ def make_plan(config, checkpoint, ram, context, prompt_tokens=None):
             pinned_bytes += _whole(e)
         pinned = frozenset(pinned)
     left -= pinned_bytes
-    experts = min(FLOOR_EXPERTS + in_flight + (left // expert if expert else 0), all_experts)
+    if (len(pinned) == len(streams) or whole == expert) and left + experts * expert >= experts * whole:
+        all_experts = config.num_experts * (config.num_hidden_layers - first_moe)
+        expert, experts = whole, min((left + experts * expert) // whole, all_experts)
     parts = {**fixed, f"activations, chunks of {chunk}": activation_bytes(config, chunk), "ring of row blocks": ring,
              "pinned trunk": pinned_bytes, f"expert slots, {experts}": experts * expert}
     plan = Plan(ram, parts, pinned, pinned_bytes, max(trunk, 1), slots, slot, experts, expert, context, chunk)
@@ -403,21 +404,20 @@ def load(path, ram="8GB", threads=None, context=1024, prompt_tokens=None, on_pla
     and FileNotFoundError.
     """
     budget = parse_size(ram)
-    most = numba.config.NUMBA_NUM_THREADS
-    threads = most if threads is None else whole_number("threads", threads, 1, most)
+    threads = CORES if threads is None else whole_number("threads", threads, 1, CORES)
     context = whole_number("context", context, 1, 1 << 30)
     config = read_config(path)
     checkpoint = Checkpoint(path)
     check_tensors(config, checkpoint)
     tokenizer = open_tokenizer(path, config)
-    plan = make_plan(config, checkpoint, budget, context, prompt_tokens)
+    plan = make_plan(config, checkpoint, budget, context, prompt_tokens, threads)
     if on_plan is not None:
         on_plan(plan)
     files, read_before = Files(), read_call_bytes()
     trunk = Trunk(checkpoint, list(walk_order(config)), plan.pinned, row_multiples(config), files, part_of,
-                  plan.slots, plan.slot_bytes, READERS, progress)
+                  plan.slots, plan.slot_bytes, max(READERS, threads), progress)
     experts = Experts(lambda L, e: list(checkpoint.expert(L, e).values()), files, plan.expert_slots,
-                      plan.expert_slot_bytes, EXPERT_READERS)
+                      plan.expert_slot_bytes, max(EXPERT_READERS, threads))
     stop = frozenset(config.eos_token_ids) | frozenset(tokenizer.stop_ids if tokenizer else ())
     return Decoder(config, trunk, experts, plan, threads, path, stop, tokenizer, read_before)
 
@@ -499,4 +499,4 @@ def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", threads=Non
         model.close()
 
 
-__all__ = ['UNITS', 'parse_size', 'shown_size', 'resident_bytes', 'peak_bytes', 'read_call_bytes', 'available_bytes', 'CGROUPS', 'cgroup_free', 'PlanError', 'KERNELS', 'SLOT', 'SLOTS', 'READERS', 'EXPERT_READERS', 'FLOOR_EXPERTS', 'MOST_CHUNK', 'Plan', 'activation_bytes', 'state_bytes', 'position_bytes', 'make_plan', 'Report', 'Decoder', 'check_tensors', 'is_synthetic', 'open_tokenizer', 'part_of', 'load', 'whole_number', 'parse_ids', 'prompt_ids', 'progress_bar', 'decode']
+__all__ = ['UNITS', 'parse_size', 'shown_size', 'resident_bytes', 'peak_bytes', 'read_call_bytes', 'available_bytes', 'CGROUPS', 'cgroup_free', 'PlanError', 'KERNELS', 'SLOT', 'SLOTS', 'READERS', 'EXPERT_READERS', 'MOST_CHUNK', 'Plan', 'activation_bytes', 'state_bytes', 'position_bytes', 'make_plan', 'Report', 'Decoder', 'check_tensors', 'is_synthetic', 'open_tokenizer', 'part_of', 'load', 'whole_number', 'parse_ids', 'prompt_ids', 'progress_bar', 'decode']

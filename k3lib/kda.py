@@ -2,7 +2,7 @@
 
 Made from book/02_kda/01_kda.py: edit that, then run `make export`.
 """
-# built on linear 29d0d1832eb7
+# built on linear 717e602ab247
 
 from typing import NamedTuple
 

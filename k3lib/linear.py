@@ -2,11 +2,11 @@
 
 Made from book/01_mxfp4/03_linear.py: edit that, then run `make export`.
 """
-# built on mxfp4 f7c91078d497
+# built on mxfp4 6469e3b7c45f
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import get_num_threads, njit, prange, types
 from numba.extending import intrinsic
 
 from k3lib.mxfp4 import INNER, KERNEL, aligned, fma, fma16, load16, load16_part, prefetch, put4, sum16, zeros4, zeros16
@@ -109,33 +109,46 @@ def _rows4_tokens4(w, i, k, x, j, stride, out, t, r):
 TILE = 16  # rows that stay in the cache while all tokens pass
 
 
-@njit(parallel=True, **KERNEL)
-def _matmul(w, x, out, first):
-    "out[:, first:first+n] = x[:, :k] w^T for w [n, k]; x may have wider rows than w."
+@njit(**INNER)
+def _tile(w, x, out, first, tile):
+    "out[:, first:first+n] = x[:, :k] w^T for one tile of the rows of w [n, k]; x may have wider rows than w."
     n, k = w.shape
     tokens, stride = x.shape
     flat, xs = w.reshape(-1), x.reshape(-1)
-    for tile in prange((n + TILE - 1) // TILE):
-        last = min(TILE * tile + TILE, n)
-        t = 0
-        while t < tokens:
-            step = 4 if tokens - t >= 4 else 1
-            r = TILE * tile
-            while r + 4 <= last:
-                if step == 4:
-                    _rows4_tokens4(flat, r * k, k, xs, t * stride, stride, out, t, first + r)
-                else:
-                    _rows4(flat, r * k, k, xs, t * stride, out, t, first + r)
-                r += 4
-            while r < last:
-                for m in range(t, t + step):
-                    out[m, first + r] = _dot(flat, r * k, xs, m * stride, k)
-                r += 1
-            t += step
+    last = min(TILE * tile + TILE, n)
+    t = 0
+    while t < tokens:
+        step = 4 if tokens - t >= 4 else 1
+        r = TILE * tile
+        while r + 4 <= last:
+            if step == 4:
+                _rows4_tokens4(flat, r * k, k, xs, t * stride, stride, out, t, first + r)
+            else:
+                _rows4(flat, r * k, k, xs, t * stride, out, t, first + r)
+            r += 4
+        while r < last:
+            for m in range(t, t + step):
+                out[m, first + r] = _dot(flat, r * k, xs, m * stride, k)
+            r += 1
+        t += step
+
+
+@njit(parallel=True, **KERNEL)
+def _matmul(w, x, out, first):
+    for tile in prange((w.shape[0] + TILE - 1) // TILE):
+        _tile(w, x, out, first, tile)
+
+
+@njit(**KERNEL)
+def matmul_rows(w, x, out, first):
+    "The same on the calling thread alone, for rows that this thread has just read (chapter 5.3)."
+    for tile in range((w.shape[0] + TILE - 1) // TILE):
+        _tile(w, x, out, first, tile)
 
 
 def linear(W, x, out=None):
-    """float32 [T, n] = x W^T for `x` float32 [T, k] and a matrix W [n, k]: anything with .shape and .blocks().
+    """float32 [T, n] = x W^T for `x` float32 [T, k] and a matrix W [n, k]: anything with .shape and .blocks(), or with
+    .multiply(x, out, threads) if it has a way of its own.
 
     Each output is one row's dot product in a fixed order, so the bits do not depend on how the rows were cut, on T,
     or on the number of threads.
@@ -147,8 +160,11 @@ def linear(W, x, out=None):
         out = np.empty((x.shape[0], n), np.float32)
     on_lines = aligned((x.shape[0], k + -k % LANES))
     on_lines[:, :k] = x
-    for first, block in W.blocks():
-        _matmul(block, on_lines, out, first)
+    if hasattr(W, "multiply"):
+        W.multiply(on_lines, out, get_num_threads())
+    else:
+        for first, block in W.blocks():
+            _matmul(block, on_lines, out, first)
     return out
 
 
@@ -254,4 +270,4 @@ def tanh(x):
     return _float(np.int32(_bits(r) | np.int32(_bits(x) & _SIGN_BIT)))
 
 
-__all__ = ['LANES', 'bf16_to_float32', 'dot', 'Rows', 'AHEAD', 'TILE', 'linear', 'rms_norm_row', 'rms_norm', 'exp', 'sigmoid', 'tanh']
+__all__ = ['LANES', 'bf16_to_float32', 'dot', 'Rows', 'AHEAD', 'TILE', 'matmul_rows', 'linear', 'rms_norm_row', 'rms_norm', 'exp', 'sigmoid', 'tanh']

@@ -2,8 +2,8 @@
 
 Made from book/03_mla/01_mla.py: edit that, then run `make export`.
 """
-# built on linear 29d0d1832eb7
-# built on mxfp4 f7c91078d497
+# built on linear 717e602ab247
+# built on mxfp4 6469e3b7c45f
 
 import numpy as np
 from numba import get_num_threads, njit, prange

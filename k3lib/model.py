@@ -2,11 +2,11 @@
 
 Made from book/05_streaming/05_model.py: edit that, then run `make export`.
 """
-# built on kda 5a19f83d73bc
-# built on linear 29d0d1832eb7
-# built on mla 679625e702c8
-# built on moe 7c7aee022490
-# built on residual 29e0eedb0c5d
+# built on kda f3bdbf0952b2
+# built on linear 717e602ab247
+# built on mla eb33962b85ea
+# built on moe 2b242a8e4fc8
+# built on residual c45a458402de
 
 from collections.abc import Iterable
 

@@ -250,12 +250,12 @@ def _group(weights, even, odd, acc):
 
 
 @njit(**INNER)
-def _row1(p, s, r, x, t, groups, out):
+def _row1(p, s, r, x, t, groups, out, first):
     a = zeros16()
     for q in range(groups):
         j = 32 * (t * groups + q)
         a = _group(_unpack(p, s, r * groups + q), load16(x, j), load16(x, j + 16), a)
-    out[t, r] = sum16(a)
+    out[t, first + r] = sum16(a)
 
 
 @intrinsic
@@ -293,28 +293,28 @@ def _group4(w, x, j, acc):
 
 
 @njit(**INNER)
-def _rows4(p, s, r, x, t, groups, out):
+def _rows4(p, s, r, x, t, groups, out, first):
     a = zeros4()
     for q in range(groups):
         prefetch(p, 16 * (r + 4) * groups + 64 * q)
         a = _group4(_unpack4(p, s, r * groups + q, groups), x, 32 * (t * groups + q), a)
-    put4(out, t, r, a)
+    put4(out, t, first + r, a)
 
 
 @njit(**INNER)
-def _rows4_tokens2(p, s, r, x, t, groups, out):
+def _rows4_tokens2(p, s, r, x, t, groups, out, first):
     a = b = zeros4()
     for q in range(groups):
         prefetch(p, 16 * (r + 4) * groups + 64 * q)
         w, j = _unpack4(p, s, r * groups + q, groups), 32 * (t * groups + q)
         a = _group4(w, x, j, a)
         b = _group4(w, x, j + 32 * groups, b)
-    put4(out, t, r, a)
-    put4(out, t + 1, r, b)
+    put4(out, t, first + r, a)
+    put4(out, t + 1, first + r, b)
 
 
 @njit(**INNER)
-def _rows4_tokens4(p, s, r, x, t, groups, out):
+def _rows4_tokens4(p, s, r, x, t, groups, out, first):
     a = b = c = d = zeros4()
     for q in range(groups):
         prefetch(p, 16 * (r + 4) * groups + 64 * q)
@@ -323,39 +323,53 @@ def _rows4_tokens4(p, s, r, x, t, groups, out):
         b = _group4(w, x, j + 32 * groups, b)
         c = _group4(w, x, j + 64 * groups, c)
         d = _group4(w, x, j + 96 * groups, d)
-    put4(out, t, r, a)
-    put4(out, t + 1, r, b)
-    put4(out, t + 2, r, c)
-    put4(out, t + 3, r, d)
+    put4(out, t, first + r, a)
+    put4(out, t + 1, first + r, b)
+    put4(out, t + 2, first + r, c)
+    put4(out, t + 3, first + r, d)
 
 
 TILE = 16  # rows
 
 
-@njit(parallel=True, **KERNEL)
-def _matmul(packed, scale, halves, out):
+@njit(**INNER)
+def _tile(packed, scale, halves, out, first, tile):
+    "All tokens times one tile of the rows of a block; row 0 of the block is row `first` of the matrix."
     n, groups = scale.shape
     tokens = out.shape[0]
     p, s, x = packed.reshape(-1), scale.reshape(-1), halves.reshape(-1)
-    for tile in prange((n + TILE - 1) // TILE):
-        last = min(TILE * tile + TILE, n)
-        t = 0
-        while t < tokens:
-            step = 4 if tokens - t >= 4 else 2 if tokens - t >= 2 else 1
-            r = TILE * tile
-            while r + 4 <= last:
-                if step == 4:
-                    _rows4_tokens4(p, s, r, x, t, groups, out)
-                elif step == 2:
-                    _rows4_tokens2(p, s, r, x, t, groups, out)
-                else:
-                    _rows4(p, s, r, x, t, groups, out)
-                r += 4
-            while r < last:
-                for m in range(t, t + step):
-                    _row1(p, s, r, x, m, groups, out)
-                r += 1
-            t += step
+    last = min(TILE * tile + TILE, n)
+    t = 0
+    while t < tokens:
+        step = 4 if tokens - t >= 4 else 2 if tokens - t >= 2 else 1
+        r = TILE * tile
+        while r + 4 <= last:
+            if step == 4:
+                _rows4_tokens4(p, s, r, x, t, groups, out, first)
+            elif step == 2:
+                _rows4_tokens2(p, s, r, x, t, groups, out, first)
+            else:
+                _rows4(p, s, r, x, t, groups, out, first)
+            r += 4
+        while r < last:
+            for m in range(t, t + step):
+                _row1(p, s, r, x, m, groups, out, first)
+            r += 1
+        t += step
+
+
+@njit(parallel=True, **KERNEL)
+def _matmul(packed, scale, halves, out):
+    for tile in prange((scale.shape[0] + TILE - 1) // TILE):
+        _tile(packed, scale, halves, out, 0, tile)
+
+
+@njit(**KERNEL)
+def mxfp4_rows(packed, scale, halves, out, first):
+    """out[:, first:first+m] for the m rows `packed` uint8 [m, k/2], `scale` uint8 [m, k/32], on the calling thread alone: for rows that
+    this thread has just read (chapter 5.4). `halves` is what halved(x) made of x."""
+    for tile in range((scale.shape[0] + TILE - 1) // TILE):
+        _tile(packed, scale, halves, out, first, tile)
 
 
 def aligned(shape):
@@ -366,19 +380,31 @@ def aligned(shape):
     return raw[start:start + size].reshape(shape)
 
 
+def halved(x):
+    "`x` float32 [T, k] as the kernels take it: float32 [T, k/32, 2, 16], the even elements of each group, then the odd ones."
+    halves = aligned((x.shape[0], x.shape[1] // GROUP, 2, 16))
+    halves[...] = x.reshape(len(x), -1, 16, 2).swapaxes(-1, -2)
+    return halves
+
+
+def check_fit(packed, scale, k, out):
+    "Raise ValueError unless arrays or extents `packed` [n, k/2] and `scale` [n, k/32] take rows of `k` to `out` [T, n]. The kernels do not look."
+    n, groups = scale.shape
+    if packed.shape != (n, groups * 16) or k != groups * GROUP or out.shape[1] != n:
+        raise ValueError(f"mxfp4_matmul: packed {packed.shape}, scale {scale.shape}, {k} numbers a token and out {out.shape} do not fit")
+
+
 def mxfp4_matmul(packed, scale, x, out):
     """out[t] = W x[t] for a packed W: `packed` uint8 [n, k/2], `scale` uint8 [n, k/32], `x` float32 [T, k], `out` float32 [T, n].
 
     W is never unpacked in memory. Lane l of a row's accumulator takes elements 2l and 2l+1 of every group, group
     after group, so the bits of out[t, r] depend on row r and token t alone. Returns `out`.
     """
-    n, groups = scale.shape
-    if packed.shape != (n, groups * 16) or x.shape[1] != groups * GROUP or out.shape != (x.shape[0], n):
-        raise ValueError(f"mxfp4_matmul: packed {packed.shape}, scale {scale.shape}, x {x.shape} and out {out.shape} do not fit")
-    halves = aligned((x.shape[0], groups, 2, 16))
-    halves[...] = x.reshape(-1, groups, 16, 2).swapaxes(-1, -2)
-    _matmul(packed, scale, halves, out)
+    check_fit(packed, scale, x.shape[1], out)
+    if len(out) != len(x):
+        raise ValueError(f"mxfp4_matmul: x {x.shape} and out {out.shape} do not fit")
+    _matmul(packed, scale, halved(x), out)
     return out
 
 
-__all__ = ['E2M1', 'SCALE', 'GROUP', 'decode', 'KERNEL', 'INNER', 'F32x16', 'f32x16', 'zeros16', 'load16', 'load16_part', 'store16', 'fma16', 'mul16', 'splat16', 'sum16', 'fma', 'TWICE_E2M1', 'HALF_SCALE', 'low16', 'high16', 'prefetch', 'zeros4', 'put4', 'TILE', 'aligned', 'mxfp4_matmul']
+__all__ = ['E2M1', 'SCALE', 'GROUP', 'decode', 'KERNEL', 'INNER', 'F32x16', 'f32x16', 'zeros16', 'load16', 'load16_part', 'store16', 'fma16', 'mul16', 'splat16', 'sum16', 'fma', 'TWICE_E2M1', 'HALF_SCALE', 'low16', 'high16', 'prefetch', 'zeros4', 'put4', 'TILE', 'mxfp4_rows', 'aligned', 'halved', 'check_fit', 'mxfp4_matmul']

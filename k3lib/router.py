@@ -2,7 +2,7 @@
 
 Made from book/04_moe_router/01_router.py: edit that, then run `make export`.
 """
-# built on linear 29d0d1832eb7
+# built on linear 717e602ab247
 
 import numpy as np
 from numba import njit

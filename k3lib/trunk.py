@@ -3,25 +3,32 @@
 Made from book/05_streaming/03_trunk.py: edit that, then run `make export`.
 """
 # built on checkpoint b1d093d706e9
-# built on linear 29d0d1832eb7
+# built on linear 717e602ab247
 
 import errno
 import math
 import mmap
 import os
 import shutil
+import sys
 import threading
 import time
 from itertools import groupby
-from queue import SimpleQueue
 from typing import NamedTuple
 
+import numba
 import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from k3lib.checkpoint import Checkpoint, CheckpointError, header_bytes
-from k3lib.linear import Rows, bf16_to_float32
+from k3lib.linear import INNER, KERNEL, TILE, Rows, bf16_to_float32, matmul_rows
 
 PAGE = 4096  # O_DIRECT wants offsets, lengths and addresses in whole pages
+CORES = numba.config.NUMBA_NUM_THREADS
+MOST_READERS = 64
 ONE_READ = 1 << 30  # Linux moves at most 2 GiB - 4 KiB a call
 ITEMSIZE = {"BF16": 2, "F32": 4, "U8": 1}
 ARRAY_DTYPE = {"BF16": np.uint16, "F32": np.float32, "U8": np.uint8}
@@ -48,7 +55,8 @@ _READ_ONLY, _DIRECT = os.O_RDONLY | getattr(os, "O_BINARY", 0), getattr(os, "O_D
 class File:
     """One shard, read past the page cache where the file system allows it; for any number of threads at once.
 
-    `how` says "direct", or "buffered" and why. Without O_DIRECT the pages a read leaves behind are dropped again.
+    `how` says "direct", or "buffered" and why; `descriptor` is (file descriptor, whether it reads directly). Without O_DIRECT the
+    pages a read leaves behind are dropped again.
     """
 
     def __init__(self, path):
@@ -63,12 +71,12 @@ class File:
     def _use(self, flag, how):
         fd = os.open(self.path, _READ_ONLY | flag)
         self._open.append(fd)
-        self._fd, self.how = (fd, flag != 0), how
+        self.descriptor, self.how = (fd, flag != 0), how
 
     def _go_buffered(self, why):
         "From now on through the page cache. The first descriptor stays open: another reader may be inside a call on it."
         with self._lock:
-            if self._open and not self._fd[1]:
+            if self._open and not self.descriptor[1]:
                 return
             try:
                 self._use(0, f"buffered: {why}")
@@ -87,7 +95,7 @@ class File:
         if len(view) < want:
             raise ValueError(f"{nbytes} bytes at offset {offset} need a buffer of {want}, this one has {len(view)}")
         while low + done < end:
-            fd, direct = self._fd
+            fd, direct = self.descriptor
             try:
                 got = _read_at(self, fd, view[done:done + ONE_READ], low + done)
             except OSError as error:
@@ -98,8 +106,8 @@ class File:
             if low + done + got < end and (got == 0 or direct and got < PAGE):
                 raise CheckpointError(f"{self.path}: ends at byte {os.fstat(fd).st_size}, but bytes {offset} to {end} are needed")
             done += got if low + done + got >= end or not direct else got - got % PAGE
-        if not self._fd[1] and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._fd[0], low, want, os.POSIX_FADV_DONTNEED)
+        if not self.descriptor[1] and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.descriptor[0], low, want, os.POSIX_FADV_DONTNEED)
         return offset - low, done
 
     def close(self):
@@ -141,11 +149,48 @@ class Files:
         self._reading, self._closed = 0, False
         self.bytes_read = {"trunk": 0, "experts": 0, "other": 0}
         self.moved = 0
-        self.read_seconds = 0.0  # summed over readers: seconds inside read calls
+        self.seconds = {"trunk": 0.0, "experts": 0.0, "other": 0.0, "arithmetic": 0.0}  # inside reads; processor time; over all threads
         self.log = None
 
     def read(self, buffer, extent, offset, nbytes, part):
         "Read part of `extent` (from byte `offset` of it) into `buffer`; returns where it begins there."
+        file = self._begin(extent, offset)
+        began, used, moved = time.perf_counter(), 0, 0
+        try:
+            start, moved = file.read(buffer, extent.offset + offset, nbytes)
+            used = nbytes
+        finally:
+            self._end(part, used, moved)
+        self.note(part, began, nbytes)
+        return start
+
+    def stream(self, extent, offset, part, pieces, loop):
+        """Have compiled code read from byte `offset` of `extent` and work on what it reads: loop(descriptor, journal) -> pieces done.
+
+        `pieces`: the bytes of each. In row 0 of `journal`, float64 [1 + pieces, 4], the loop writes when it began (column 1); in the
+        others when a piece was there, when it was done with, the bytes moved, and the processor seconds of the work. Returns 0 for a
+        file that is not read directly.
+        """
+        file = self._begin(extent, offset)
+        done, journal = 0, np.zeros((len(pieces) + 1, 4))
+        try:
+            descriptor, direct = file.descriptor
+            if direct:
+                done = loop(descriptor, journal)
+        finally:
+            self._end(part, sum(pieces[:done]), int(journal[1:done + 1, 2].sum()))
+        read = journal[1:done + 1, 0] - journal[:done, 1]
+        with self._turn:
+            self.seconds[part] += float(read.sum())
+            self.seconds["arithmetic"] += float(journal[1:done + 1, 3].sum())
+            if self.log is not None:
+                name = threading.current_thread().name
+                for before, (arrived, ended, *_), nbytes in zip(journal[:done, 1], journal[1:done + 1], pieces):
+                    self.log += Event(part, name, before, arrived, nbytes), Event("arithmetic", name, arrived, ended, nbytes)
+        return done
+
+    def _begin(self, extent, offset):
+        "The File of an extent, opened at its first use; it stays open until _end."
         with self._turn:
             if self._closed:
                 raise CheckpointError(f"{extent.file}: bytes at offset {extent.offset + offset} are asked for after the files were closed")
@@ -153,25 +198,28 @@ class Files:
             if file is None:
                 file = self._files[extent.file] = File(extent.file)
             self._reading += 1
-        began, moved = time.perf_counter(), 0
-        try:
-            start, moved = file.read(buffer, extent.offset + offset, nbytes)
-        finally:
-            ended = time.perf_counter()
-            with self._turn:
-                self._reading -= 1
-                self.bytes_read[part] += nbytes if moved else 0
-                self.moved += moved
-                self.read_seconds += ended - began
-                if self._closed:
-                    self._ended.notify_all()
-        self.note(part, began, nbytes)
-        return start
+            return file
 
-    def note(self, what, began, nbytes):
-        "Add an Event that ends now to the log, if one is kept."
-        if self.log is not None:
-            self.log.append(Event(what, threading.current_thread().name, began, time.perf_counter(), nbytes))
+    def _end(self, part, nbytes, moved):
+        with self._turn:
+            self._reading -= 1
+            self.bytes_read[part] += nbytes
+            self.moved += moved
+            if self._closed:
+                self._ended.notify_all()
+
+    def note(self, what, began, nbytes, seconds=None):
+        "Count `seconds`, or else the time since `began`, for `what`; an Event in the log, if one is kept."
+        ended = time.perf_counter()
+        with self._turn:
+            self.seconds[what] += ended - began if seconds is None else seconds
+            if self.log is not None:
+                self.log.append(Event(what, threading.current_thread().name, began, ended, nbytes))
+
+    @property
+    def read_seconds(self):
+        "Seconds inside read calls, summed over the readers."
+        return sum(seconds for what, seconds in self.seconds.items() if what != "arithmetic")
 
     def array(self, extent, part, first=0, rows=None):
         "The tensor, or `rows` rows of it from row `first`, as an owned array: uint16 for BF16, else its own dtype."
@@ -212,29 +260,10 @@ class Read(NamedTuple):
     nbytes: int
     part: str
 
-
-class Arithmetic:
-    "Entered by whoever multiplies: at most `threads` at a time. `idle` sums the seconds in which nobody did."
-
-    def __init__(self, threads):
-        self.threads, self.idle = threads, 0.0
-        self._room, self._turn, self._running, self._since = SimpleQueue(), threading.Lock(), 0, time.perf_counter()
-        for _ in range(threads):
-            self._room.put(None)
-
-    def __enter__(self):
-        self._room.get()
-        with self._turn:
-            if self._running == 0:
-                self.idle += time.perf_counter() - self._since
-            self._running += 1
-
-    def __exit__(self, *_):
-        with self._turn:
-            self._running -= 1
-            if self._running == 0:
-                self._since = time.perf_counter()
-        self._room.put(None)
+    def after(self, rows):
+        "The same read without its first `rows` rows."
+        skipped = rows * (self.nbytes // self.rows)
+        return self._replace(first=self.first + rows, rows=self.rows - rows, begin=self.begin + skipped, nbytes=self.nbytes - skipped)
 
 
 class Ring:
@@ -257,7 +286,8 @@ class Ring:
         self._issued = self._taken = self._first = 0  # next block to read, next to hand out, the one the walk began with
         self._free = [*range(slots)]  # the slot given back last goes out first: it is still in a cache
         self._slot, self._filled = {}, {}  # block: slot, from its issue to its release; block: data or what was raised
-        self._call, self._until, self._due, self._failure = None, 0, [], None  # blocks below `until` are for `call`
+        self._call = self._stream = self._failure = None
+        self._until, self._most, self._due = 0, 0, []  # blocks below `until` are for `call`, at most so many at a time
         self._left = self._calling = self._busy = self._waiting = 0  # calls not ended; readers that call; at work; without work
         self._readers = [threading.Thread(target=self._serve, name=f"k3-trunk-{i}", daemon=True) for i in range(readers)]
         for thread in self._readers:
@@ -283,23 +313,23 @@ class Ring:
             self._give_back(number)
             self._work.notify()
 
-    def each(self, number, count, work, threads):
+    def each(self, number, count, work, threads, stream=None):
         """Have the readers call work(read, data) on each of `count` blocks from `number`, the next, in any order, at most
         `threads` at a time.
 
-        Returns when all calls have ended; raises what one of them, or a reader, raised.
+        A block that has not been read yet is first offered to stream(read, slot), which reads and works on its own and returns how
+        many rows it has done; `work` gets the others. Returns when all calls have ended; raises what one of them, or a reader, raised.
         """
-        arithmetic = Arithmetic(threads)
-
         def call(read, data):
-            with arithmetic:
-                began = time.perf_counter()
-                work(read, data)
-                self.files.note("arithmetic", began, read.nbytes)
+            began, busy = time.perf_counter(), time.thread_time()
+            work(read, data)
+            self.files.note("arithmetic", began, read.nbytes, time.thread_time() - busy)
 
+        began, busy = time.perf_counter(), self.files.seconds["arithmetic"]
         with self._turn:
             self._claim(number, count)
-            self._call, self._left, self._until, self._failure = call, count, number + count, None
+            self._call, self._stream, self._most, self._failure = call, stream, threads, None
+            self._left, self._until = count, number + count
             self._due = [n for n in range(number, self._until) if n in self._filled]
             self._work.notify_all()
             try:
@@ -310,7 +340,8 @@ class Ring:
                 self._due.clear()
                 while self._calling:
                     self._news.wait()
-            self.wait_seconds += arithmetic.idle
+            busy = self.files.seconds["arithmetic"] - busy
+            self.wait_seconds += max(0.0, time.perf_counter() - began - busy / min(threads, CORES))
             self._check_open()
             if self._failure is not None:
                 raise self._failure
@@ -371,10 +402,13 @@ class Ring:
 
     def _next(self):
         "(block, call): a block of the open matrix that was read ahead, else the next read; None while there is no slot for it."
-        if self._due:
-            number, call = self._due.pop(), self._call
+        call = self._call if self._calling < self._most else None
+        if self._due and call is not None:
+            number = self._due.pop()
         elif self._free and not self._paused:
-            number, call = self._issued, self._call if self._issued < self._until else None
+            number = self._issued
+            if number >= self._until:
+                call = None
             self._issued += 1
             self._slot[number] = self._free.pop()
         else:
@@ -387,11 +421,15 @@ class Ring:
 
     def _do(self, number, call):
         "The block's data, or None if they were given to `call`; or what was raised."
-        read = self.reads[(number - self._first) % len(self.reads)]
+        read, slot = self.reads[(number - self._first) % len(self.reads)], self.memory[self._slot[number]]
         try:
             data = self._filled.pop(number, None)
+            if data is None and call is not None and self._stream is not None:
+                read = read.after(self._stream(read, slot))
+                if not read.rows:
+                    return None
             if data is None:
-                data = self._fill(self.memory[self._slot[number]], read)
+                data = self._fill(slot, read)
             if call is None:
                 return data
             if isinstance(data, BaseException):
@@ -441,6 +479,92 @@ def row_blocks(extent, multiple, slot_bytes, part):
     return [Read(extent, first, min(rows, n - first), first * row, min(rows, n - first) * row, part) for first in range(0, n, rows)]
 
 
+COMPILED_READS = sys.platform == "linux" and sys.maxsize > 2**32  # elsewhere the same reads are made from Python, a slot at a time
+PIECE = 1 << 20  # bytes read and multiplied at a time: with a vector they stay in a core's own cache
+WALL, BUSY = 1, 3  # Linux's numbers of two clocks: that of time.perf_counter, and the processor time of this thread
+
+
+@intrinsic
+def _pread(typingctx, descriptor, buffer, at, nbytes, offset):
+    "(int64, uint8[:], int64, int64, int64) -> bytes read into buffer[at:], or -1."
+    signature = types.int64(types.int64, types.Array(types.uint8, 1, "C"), types.int64, types.int64, types.int64)
+
+    def codegen(context, builder, sig, args):
+        descriptor, buffer, at, nbytes, offset = args
+        place = builder.gep(context.make_array(sig.args[1])(context, builder, buffer).data, [at])
+        word, integer = ir.IntType(64), ir.IntType(32)
+        pread = cgutils.get_or_insert_function(builder.module, ir.FunctionType(word, [integer, place.type, word, word]), "pread")
+        return builder.call(pread, [builder.trunc(descriptor, integer), place, nbytes, offset])
+    return signature, codegen
+
+
+@intrinsic
+def clock(typingctx, which):
+    "(WALL or BUSY) -> its seconds, float64."
+    def codegen(context, builder, sig, args):
+        word, integer = ir.IntType(64), ir.IntType(32)
+        time_spec = cgutils.alloca_once(builder, ir.LiteralStructType([word, word]))
+        call = cgutils.get_or_insert_function(builder.module, ir.FunctionType(integer, [integer, time_spec.type]), "clock_gettime")
+        builder.call(call, [builder.trunc(args[0], integer), time_spec])
+        seconds, nanoseconds = (builder.sitofp(builder.load(cgutils.gep_inbounds(builder, time_spec, 0, i)), ir.DoubleType()) for i in (0, 1))
+        return builder.fadd(seconds, builder.fmul(nanoseconds, ir.DoubleType()(1e-9)))
+    return types.float64(types.int64), codegen
+
+
+@njit(**INNER)
+def read_piece(descriptor, offset, nbytes, slot, at, note):
+    "Read `nbytes` at `offset` into slot[at:], `at` a whole page; returns where they begin, -1 if not all of them came. `note`: a journal's row."
+    low = offset - offset % PAGE
+    want = (offset + nbytes - low + PAGE - 1) // PAGE * PAGE
+    got = _pread(descriptor, slot, at, want, low)
+    note[0], note[2], note[3] = clock(WALL), got, clock(BUSY)
+    return at + offset - low if got >= offset + nbytes - low else -1
+
+
+@njit(**INNER)
+def worked(note):
+    "Write down that the piece has been multiplied."
+    note[1], note[3] = clock(WALL), clock(BUSY) - note[3]
+
+
+@njit(**KERNEL)
+def _stream_rows(descriptor, offset, rows, piece, slot, elements, k, x, out, first, journal):
+    "Rows [rows, k] at `offset`, read `piece` at a time into `slot`, of which `elements` is another view; returns the pieces done."
+    journal[0, 1] = clock(WALL)
+    row = k * elements.itemsize
+    for p in range(len(journal) - 1):
+        n = min(piece, rows - p * piece)
+        begin = read_piece(descriptor, offset + p * piece * row, n * row, slot, 0, journal[p + 1])
+        if begin < 0 or begin % elements.itemsize:
+            return p
+        start = begin // elements.itemsize
+        matmul_rows(elements[start:start + n * k].reshape(n, k), x, out, first + p * piece)
+        worked(journal[p + 1])
+    return len(journal) - 1
+
+
+def at_once(threads):
+    """How many readers may read and multiply at a time on `threads` threads: no more than that, unless all cores are to be used. Then
+    any number may: while one waits for its bytes, another has the core."""
+    return threads if threads < CORES else max(threads, MOST_READERS)
+
+
+def pieces_of(rows, row_bytes):
+    "(rows a piece, bytes of every piece) for `rows` rows of `row_bytes`."
+    piece = max(PIECE // row_bytes // TILE * TILE, 1)
+    return piece, [min(piece, rows - r) * row_bytes for r in range(0, rows, piece)]
+
+
+def stream_rows(files, read, slot, x, out):
+    "Read and multiply the rows of a block; returns how many were done. A read that fails or comes short ends it: File.read says why."
+    row = read.nbytes // read.rows
+    piece, pieces = pieces_of(read.rows, row)
+    elements = slot.view(ARRAY_DTYPE[read.extent.dtype])
+    done = files.stream(read.extent, read.begin, read.part, pieces, lambda descriptor, journal: _stream_rows(
+        descriptor, read.extent.offset + read.begin, read.rows, piece, slot, elements, row // elements.itemsize, x, out, read.first, journal))
+    return min(done * piece, read.rows)
+
+
 class Streamed:
     "A matrix that goes by once: its blocks are slots of the ring, the first of them block `number`."
 
@@ -466,6 +590,15 @@ class Streamed:
         def call(read, data):
             work(read.first, data.reshape(read.rows, *self.shape[1:]))
         self.ring.each(self.number, len(self.reads), call, threads)
+
+    def multiply(self, x, out, threads):
+        "out float32 [T, n] = x W^T for x as `linear` lays it out. What has not been read ahead is read and multiplied in pieces."
+        def work(read, data):
+            matmul_rows(data.reshape(read.rows, self.shape[1]), x, out, read.first)
+
+        def stream(read, slot):
+            return stream_rows(self.ring.files, read, slot, x, out)
+        self.ring.each(self.number, len(self.reads), work, at_once(threads), stream if COMPILED_READS else None)
 
 
 def as_float32(array):
@@ -681,4 +814,4 @@ class Packed:
         return (self.packed if name in self.packed else self.checkpoint).extent(name)
 
 
-__all__ = ['PAGE', 'ONE_READ', 'ITEMSIZE', 'ARRAY_DTYPE', 'aligned', 'widened', 'File', 'Event', 'Files', 'typed', 'Read', 'Arithmetic', 'Ring', 'row_blocks', 'Streamed', 'as_float32', 'is_matrix', 'Trunk', 'CHUNK', 'data_runs', 'pack', 'Packed']
+__all__ = ['PAGE', 'CORES', 'MOST_READERS', 'ONE_READ', 'ITEMSIZE', 'ARRAY_DTYPE', 'aligned', 'widened', 'File', 'Event', 'Files', 'typed', 'Read', 'Ring', 'row_blocks', 'COMPILED_READS', 'PIECE', 'WALL', 'BUSY', 'clock', 'read_piece', 'worked', 'at_once', 'pieces_of', 'stream_rows', 'Streamed', 'as_float32', 'is_matrix', 'Trunk', 'CHUNK', 'data_runs', 'pack', 'Packed']

@@ -58,10 +58,10 @@ class Source:
         self.events.append("request")
         self.ids = ids
 
-    def arrivals(self):
+    def each(self, work, threads):
         for e in self.arrange(self.ids):
             self.sent.append(int(e))
-            yield int(e), self.experts[int(e)]
+            work(int(e), self.experts[int(e)])
 
 
 def fixture_weights(matrix=Rows):

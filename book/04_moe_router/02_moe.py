@@ -40,10 +40,10 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+from numba import get_num_threads, njit
 
 from k3lib.linear import KERNEL, fma, linear, rms_norm, sigmoid, tanh
-from k3lib.mxfp4 import mxfp4_matmul
+from k3lib.mxfp4 import GROUP, check_fit, halved, mxfp4_rows
 from k3lib.router import route
 
 _ZERO = np.float32(0)
@@ -210,13 +210,29 @@ class Expert(NamedTuple):
     w3: np.ndarray
     w3_scale: np.ndarray
 
+    @property
+    def width(self):
+        "The number of rows of w1, and of w3."
+        return len(self.w1)
+
+    def multiply(self, name, halves, out):
+        "out float32 [m, n] = x W^T for W one of w1, w2 and w3, on the calling thread; `halves` is mxfp4.halved(x)."
+        packed, scale = getattr(self, name), getattr(self, name + "_scale")
+        check_fit(packed, scale, GROUP * halves.shape[1], out)
+        mxfp4_rows(packed, scale, halves, out, 0)
+
 
 def expert_mlp(expert, z, beta, linear_beta, out):
-    "out = w2 SiTU(w1 z, w3 z), float32 [m, L], for `z` float32 [m, L]. No weight is unpacked in memory."
-    gate, up, hidden = np.empty((3, len(z), len(expert.w1)), np.float32)
-    mxfp4_matmul(expert.w1, expert.w1_scale, z, gate)
-    mxfp4_matmul(expert.w3, expert.w3_scale, z, up)
-    return mxfp4_matmul(expert.w2, expert.w2_scale, situ_glu(gate, up, beta, linear_beta, hidden), out)
+    """out = w2 SiTU(w1 z, w3 z), float32 [m, L], for `z` float32 [m, L], on the calling thread.
+
+    `expert`: an Expert, or what has its .width and .multiply. No weight is unpacked in memory.
+    """
+    gate, up, hidden = np.empty((3, len(z), expert.width), np.float32)
+    halves = halved(z)
+    expert.multiply("w1", halves, gate)
+    expert.multiply("w3", halves, up)
+    expert.multiply("w2", halved(situ_glu(gate, up, beta, linear_beta, hidden)), out)
+    return out
 
 
 # %%
@@ -278,7 +294,7 @@ def _weighted_sum(rows, place, weights, out):
 def routed_sum(experts, z, ids, weights, beta, linear_beta):
     """u[t] = sum over ranks r of weights[t, r] * expert ids[t, r] (z[t]), float32 [T, L], in rank order.
 
-    Each expert of experts.arrivals() is used once, on the tokens that chose it, whatever the order of arrival. Raises
+    experts.each calls back with every expert once; it works on the tokens that chose it, whatever the order of arrival. Raises
     RuntimeError when one arrives that is not due, or one that is due does not arrive.
     """
     T, k = ids.shape
@@ -288,11 +304,14 @@ def routed_sum(experts, z, ids, weights, beta, linear_beta):
     chosen, counts = np.unique(ids, return_counts=True)
     due = {int(e): slice(end - n, end) for e, n, end in zip(chosen, counts, np.cumsum(counts))}
     rows = np.empty((T * k, z.shape[1]), np.float32)
-    for e, expert in experts.arrivals():
+
+    def use(e, expert):
         if e not in due:
             raise RuntimeError(f"expert {e} arrived, but those still due are {sorted(due)}")
         mine = due.pop(e)
         expert_mlp(expert, z[pairs[mine] // k], beta, linear_beta, rows[mine])
+
+    experts.each(use, get_num_threads())
     if due:
         raise RuntimeError(f"experts {sorted(due)} were requested and did not arrive")
     u = np.empty_like(z)
@@ -310,10 +329,10 @@ class Resident:
     def request(self, ids):
         self.ids = ids
 
-    def arrivals(self):
+    def each(self, work, threads):
         for e in self.rng.permutation(self.ids):
             self.fetched += 1
-            yield int(e), self.experts[e]
+            work(int(e), self.experts[e])
 
 
 def random_expert(rng, L, I):
@@ -349,8 +368,9 @@ class Faulty(Resident):
         super().__init__(crowd.experts, rng)
         self.change = change
 
-    def arrivals(self):
-        yield from ((int(e), self.experts[e]) for e in self.change(self.ids))
+    def each(self, work, threads):
+        for e in self.change(self.ids):
+            work(int(e), self.experts[e])
 
 
 stranger = min({*range(12)} - {*ids[0].tolist()})
@@ -377,7 +397,7 @@ def moe_layer(W, experts, x, top_k, scale, beta, linear_beta, eps, on_route=None
     """One layer's feed-forward part, float32 [T, H], for normed input `x` float32 [T, H]: latent experts plus the shared path.
 
     `W` maps each name of MOE_ORDER to a matrix or a float32 vector; each is taken once, in that order. `experts` has
-    .request(sorted ids), called as soon as the router has spoken, and .arrivals(), which yields each (id, Expert) once,
+    .request(sorted ids), called as soon as the router has spoken, and .each(work, threads), which calls work(id, expert) once each,
     in any order. `on_route(ids, weights)` is shown the routing. Order of arrival and cut of the tokens change no bit.
     """
     ids, weights = route(linear(W["gate"], x), W["e_score_correction_bias"], top_k, scale)

@@ -31,12 +31,15 @@ FOLDER = ROOT / "fixtures" / "oracle13" / "model"
 import threading
 import time
 from collections import OrderedDict, deque
-from contextlib import nullcontext
 
+import numpy as np
+from numba import njit
+
+from k3lib.linear import KERNEL
 from k3lib.moe import Expert
-from k3lib.trunk import PAGE, Arithmetic, aligned, row_blocks, widened
+from k3lib.mxfp4 import GROUP, check_fit, mxfp4_rows
+from k3lib.trunk import COMPILED_READS, CORES, PAGE, PIECE, WALL, aligned, at_once, clock, pieces_of, read_piece, widened, worked
 
-PIECE = 1 << 20  # bytes of a matrix that pass at a time: they stay in a core's cache between the read and the product
 
 # %% tags=["parameters"]
 seed = 0
@@ -114,49 +117,70 @@ def _scale_bytes(e):
     return max(widened(m.nbytes) for m in (e.w1_scale, e.w2_scale, e.w3_scale))
 
 
-class Passing:
-    """An expert that is larger than its slot: the rows of its matrices are read as they are asked for.
+@njit(**KERNEL)
+def _stream_packed(descriptor, offset, rows, piece, slot, at, kept, scale, halves, out, journal):
+    "The rows of a packed matrix at `offset`, read `piece` at a time into slot[at:], one after the other if `kept`; returns the pieces done."
+    journal[0, 1] = clock(WALL)
+    row, low = 16 * scale.shape[1], offset - offset % PAGE
+    for p in range(len(journal) - 1):
+        first = p * piece
+        n, start = min(piece, rows - first), offset + first * row
+        place = at + start - start % PAGE - low if kept else at
+        begin = read_piece(descriptor, start, n * row, slot, place, journal[p + 1])
+        if begin < 0:
+            return p
+        mxfp4_rows(slot[begin:begin + n * row].reshape(n, row), scale[first:first + n], halves, out, first)
+        worked(journal[p + 1])
+    return len(journal) - 1
 
-    `arithmetic`: entered while a block is out, if it is given.
+
+class Arriving:
+    """An expert that has yet to be read: its matrices are multiplied while their rows come. Takes the place of an Expert in expert_mlp.
+
+    Where the slot has room for all six tensors they stay there, and expert() is the whole afterwards.
     """
 
     def __init__(self, files, extents, slot):
-        self.files, self.extents, self.arithmetic = files, Expert(*extents), nullcontext()
-        cut = _scale_bytes(self.extents)
-        self._scale_slot, self._row_slot = slot[:cut], slot[cut:]
-        self._matrix = self._block = None  # whose scales, and which rows are in the slot
+        self.files, self.extents, self.slot = files, Expert(*extents), slot
+        self.kept = len(slot) >= slot_bytes(extents)
+        ends = np.cumsum([widened(e.nbytes) for e in extents]).tolist()
+        rows = _scale_bytes(self.extents)
+        self._places = Expert(0, *ends[:-1]) if self.kept else Expert(rows, 0, rows, 0, rows, 0)
 
-    def begin(self):
-        "Read what the first product begins with."
-        self._load("w1", self._reads("w1")[0])
-        return self
+    @property
+    def width(self):
+        "The number of rows of w1, and of w3."
+        return self.extents.w1.shape[0]
 
-    def rows(self, name):
-        "Number of rows of matrix w1, w2 or w3."
-        return getattr(self.extents, name).shape[0]
+    def multiply(self, name, halves, out):
+        "As Expert's: out float32 [m, n] = x W^T for W one of w1, w2 and w3, on the calling thread, read piece by piece."
+        packed, at = getattr(self.extents, name), getattr(self._places, name)
+        check_fit(packed, getattr(self.extents, name + "_scale"), GROUP * halves.shape[1], out)
+        scale = self._read(getattr(self.extents, name + "_scale"), 0, None, getattr(self._places, name + "_scale"))
+        n, row = packed.shape
+        piece, pieces = pieces_of(n, row)
+        done = self.files.stream(packed, 0, "experts", pieces, lambda descriptor, journal: _stream_packed(
+            descriptor, packed.offset, n, piece, self.slot, at, self.kept, scale, halves, out, journal)) if COMPILED_READS else 0
+        for first in range(done * piece, n, piece):  # what compiled code could not read
+            start = packed.offset + first * row
+            place = at + (start - start % PAGE - packed.offset + packed.offset % PAGE if self.kept else 0)
+            rows = self._read(packed, first, min(piece, n - first), place)
+            began, busy = time.perf_counter(), time.thread_time()
+            mxfp4_rows(rows, scale[first:first + piece], halves, out, first)
+            self.files.note("arithmetic", began, rows.nbytes, time.thread_time() - busy)
 
-    def blocks(self, name):
-        "Yields (first row, packed rows, their scales) of matrix w1, w2 or w3. Valid until the next is asked for."
-        for read in self._reads(name):
-            self._load(name, read)
-            with self.arithmetic:
-                began = time.perf_counter()
-                yield read.first, self._packed, self._scales[read.first:read.first + read.rows]
-                self.files.note("arithmetic", began, read.nbytes)
+    def _read(self, extent, first, rows, place):
+        n, row = extent.shape
+        nbytes = (n if rows is None else rows) * row
+        begin = place + self.files.read(self.slot[place:], extent, first * row, nbytes, "experts")
+        return self.slot[begin:begin + nbytes].reshape(-1, row)
 
-    def _reads(self, name):
-        return row_blocks(getattr(self.extents, name), 1, len(self._row_slot), "experts")
-
-    def _load(self, name, read):
-        if self._matrix != name:
-            scale = getattr(self.extents, name + "_scale")
-            self._matrix, self._scales = name, self._read(self._scale_slot, scale, 0, scale.nbytes)
-        if self._block != (name, read.first):
-            self._block, self._packed = (name, read.first), self._read(self._row_slot, read.extent, read.begin, read.nbytes)
-
-    def _read(self, slot, extent, begin, nbytes):
-        at = self.files.read(slot, extent, begin, nbytes, "experts")
-        return slot[at:at + nbytes].reshape(-1, extent.shape[1])
+    def expert(self):
+        "The Expert that the slot holds when all three matrices have been multiplied; None if they only passed."
+        def view(extent, place):
+            begin = place + extent.offset % PAGE
+            return self.slot[begin:begin + extent.nbytes].reshape(extent.shape)
+        return Expert(*map(view, self.extents, self._places)) if self.kept else None
 
 # %%
 def k3_expert():
@@ -185,9 +209,8 @@ class Experts:
     """Routed experts in a fixed number of slots of `nbytes`, filled by readers from the moment they are requested.
 
     `extents(layer, e)`: the six extents of an expert in the order of Expert's fields. A slot that has room for it keeps an
-    expert until the least recently used must go; through a smaller one it passes in pieces. An expert leaves in one of two
-    ways: arrivals() hands it to the caller, each() has the readers call a function on it; then its slot may be filled again.
-    Requests are numbered: what is left of an interrupted one can neither take arrivals of the next nor give its slots away.
+    expert until the least recently used must go; through a smaller one it passes in pieces. Requests are numbered by the order in
+    which they come: one that was interrupted leaves nothing to the next.
     """
 
     def __init__(self, extents, files, slots, nbytes, readers):
@@ -198,20 +221,20 @@ class Experts:
         self.wait_seconds = 0.0
         self._memory = [aligned(nbytes)[:nbytes] for _ in range(slots)]
         self._turn = threading.Lock()
-        self._work, self._news = threading.Condition(self._turn), threading.Condition(self._turn)  # for readers; for the consumer
+        self._work, self._news = threading.Condition(self._turn), threading.Condition(self._turn)  # for readers; for the caller
         self._free = list(range(slots))
         self._resident = OrderedDict()  # (layer, e) -> (slot, Expert), least recently used first
-        self._held, self._passing = set(), {}  # keys in use; key -> slot
-        self._pending, self._ready = deque(), deque()
-        self._number = self._due = self._fetching = self._calling = 0
-        self._call = self._arithmetic = self._failure = None
+        self._held = set()  # resident keys that are requested and not yet used
+        self._pending, self._ready = deque(), deque()  # keys to fetch; (key, Expert or what was raised)
+        self._due = self._fetching = self._calling = self._most = 0
+        self._call = self._failure = None
         self._stopped = False
         self._threads = [threading.Thread(target=self._serve, name=f"k3-experts-{i}", daemon=True) for i in range(readers)]
         for thread in self._threads:
             thread.start()
 
     def layer(self, number):
-        "The experts of one layer, as moe_layer takes them: .request(ids), .arrivals(), .each(work, threads)."
+        "The experts of one layer, as moe_layer takes them: .request(ids), .each(work, threads)."
         return _Layer(self, number)
 
     def request(self, layer, ids):
@@ -232,64 +255,38 @@ class Experts:
             self.requests += len(keys)
             self._work.notify_all()
 
-    def arrivals(self):
-        "Yields (expert id, Expert) once for each requested id, as they arrive. The weights are valid until the next is asked for."
-        return self._arrivals(self._number)
-
-    def _arrivals(self, number):
-        while True:
-            began = time.perf_counter()
-            with self._turn:
-                self._check(number)
-                if not self._due:
-                    return
-                while not self._ready and not self._stopped:
-                    self._news.wait()
-                self._check(number)
-                key, expert = self._ready.popleft()
-                self._due -= 1
-                self.wait_seconds += time.perf_counter() - began
-            if isinstance(expert, BaseException):
-                raise expert
-            yield key[1], expert
-            with self._turn:
-                if number == self._number:
-                    self._give_back(key)
-                    self._work.notify()
-
     def each(self, work, threads):
-        """Have the readers call work(expert id, expert) on each requested expert, in any order; at most `threads` multiply at
-        a time. Returns when all calls have ended; raises what one of them, or a read, raised."""
+        """Have the readers call work(expert id, expert) on each requested expert, in any order, at most `threads` at a time.
+
+        The expert is an Expert that is there, or one that is Arriving and is read as it is multiplied. Returns when all calls
+        have ended; raises what one of them, or a read, raised.
+        """
+        began, busy = time.perf_counter(), self.files.seconds["arithmetic"]
         with self._turn:
-            self._call, self._arithmetic, self._failure = work, Arithmetic(threads), None
+            self._call, self._most, self._failure = work, threads, None
             self._work.notify_all()
             try:
-                while (self._due or self._calling) and self._failure is None and not self._stopped:
+                while self._due and self._failure is None and not self._stopped:
                     self._news.wait()
             finally:
                 self._call = None
                 while self._calling:
                     self._news.wait()
-            self.wait_seconds += self._arithmetic.idle
-            self._check(self._number)
+            busy = self.files.seconds["arithmetic"] - busy
+            self.wait_seconds += max(0.0, time.perf_counter() - began - busy / min(threads, CORES))
+            if self._stopped:
+                raise RuntimeError("the experts are closed")
             if self._failure is not None:
                 raise self._failure
 
-    def _check(self, number):
-        if self._stopped or number != self._number:
-            raise RuntimeError("the experts are closed" if self._stopped else "these arrivals belong to an earlier request")
-
     def _abandon(self):
         "Forget what an interrupted pass has left: its reads end, its results are dropped, nothing is held."
-        self._number += 1
         self._due = 0
         self._pending.clear()
         while self._fetching or self._calling:
             self._news.wait()
         self._ready.clear()
         self._held.clear()
-        self._free += self._passing.values()
-        self._passing.clear()
 
     def _serve(self):
         "A reader's life: settle the last job and choose the next under the lock, do it outside."
@@ -305,17 +302,21 @@ class Experts:
             result = self._do(*job)
 
     def _next(self):
-        "The next job, (key, expert, call) or (key, slot, None), or None: an expert that has arrived comes before another read."
-        if self._call and self._ready and (self._passing or self._calling < self._arithmetic.threads):
-            key, expert = self._ready.pop()
-            self._due -= 1
-            self._calling += 1
-            return key, expert, self._call
-        slot = self._slot() if self._pending else None
-        if slot is None:
+        "The next job: (key, expert or slot, call or None), or None. What is there comes first; whoever may call reads as it multiplies."
+        call = self._call if self._calling < self._most else None
+        if call and self._ready:
+            key, what = self._ready.pop()
+        elif self._pending and (call or self._ahead()) and (what := self._slot()) is not None:
+            key = self._pending.popleft()
+        else:
             return None
-        self._fetching += 1
-        return self._pending.popleft(), slot, None
+        self._calling += call is not None
+        self._fetching += call is None
+        return key, what, call
+
+    def _ahead(self):
+        "Whether an expert can be fetched before it is its turn: whole, into a slot that keeps it."
+        return self.nbytes >= slot_bytes(self.extents(*self._pending[0]))
 
     def _slot(self):
         "A slot to fill: a free one, else that of the least recently used expert that is not held."
@@ -327,50 +328,44 @@ class Experts:
         return None
 
     def _do(self, key, what, call):
-        "The expert fetched, None after a call; or what was raised."
+        "The Expert that is in the slot now, or None; or what was raised."
         try:
-            if call is None:
-                extents, slot = self.extents(*key), self._memory[what]
-                whole = slot_bytes(extents) <= self.nbytes
-                return read_expert(self.files, extents, slot) if whole else Passing(self.files, extents, slot).begin()
             if isinstance(what, BaseException):
                 raise what
-            if isinstance(what, Passing):
-                what.arithmetic = self._arithmetic
+            if isinstance(what, Expert):
+                began, busy = time.perf_counter(), time.thread_time()
                 call(key[1], what)
-            else:
-                with self._arithmetic:
-                    began = time.perf_counter()
-                    call(key[1], what)
-                    self.files.note("arithmetic", began, self.nbytes)
-        except BaseException as error:  # whatever it is, the consumer must hear of it
+                self.files.note("arithmetic", began, self.nbytes, time.thread_time() - busy)
+                return what
+            if call is None:
+                return read_expert(self.files, self.extents(*key), self._memory[what])
+            arriving = Arriving(self.files, self.extents(*key), self._memory[what])
+            call(key[1], arriving)
+            return arriving.expert()
+        except BaseException as error:  # whatever it is, the caller must hear of it
             return error
 
     def _settle(self, key, what, call, result):
-        if call is not None:
-            self._calling -= 1
-            self._give_back(key)
-            if result is not None:
-                self._failure, self._call = result, None
-        else:
-            self._fetching -= 1
-            if isinstance(result, BaseException):
-                self._free.append(what)
-            elif isinstance(result, Passing):
-                self._passing[key] = what
-            else:
+        if isinstance(what, int):
+            if isinstance(result, Expert):
                 self._resident[key] = what, result
-                self._held.add(key)
+            else:
+                self._free.append(what)
+        if call is None:
+            self._fetching -= 1
             self._ready.append((key, result))
+            if isinstance(result, Expert):
+                self._held.add(key)
+        else:
+            self._calling -= 1
+            self._due -= 1
+            self._held.discard(key)
+            if key in self._resident:
+                self._resident.move_to_end(key)
+            if isinstance(result, BaseException):
+                self._failure, self._call = result, None
         self._news.notify()
         self._work.notify()
-
-    def _give_back(self, key):
-        if key in self._passing:
-            self._free.append(self._passing.pop(key))
-        elif key in self._resident:
-            self._held.discard(key)
-            self._resident.move_to_end(key)
 
     def close(self):
         "End the readers; whoever waits for an expert gets a RuntimeError."
@@ -389,11 +384,8 @@ class _Layer:
     def request(self, ids):
         self._experts.request(self._number, ids)
 
-    def arrivals(self):
-        return self._experts.arrivals()
-
     def each(self, work, threads):
-        self._experts.each(work, threads)
+        self._experts.each(work, at_once(threads))
 
 # %% [markdown]
 # ## 5.4.4 The gate
