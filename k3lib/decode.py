@@ -4,7 +4,7 @@ Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
 # built on checkpoint b1d093d706e9
 # built on config 14b2a1a890ac
-# built on experts eb3117f1a410
+# built on experts 56ee35fe936f
 # built on model f491714bcfda
 # built on tokenizer 2e9895b018e7
 # built on trunk 1da9ecd93637
