@@ -710,5 +710,6 @@ def test_the_log_tells_reads_from_products(store, small):
     read = [e.nbytes for e in experts.files.log if e.what == "experts"]
     assert sum(read) == 2 * SIZE
     assert sum(e.nbytes for e in experts.files.log if e.what == "arithmetic") == 2 * sum(SHAPES[n][0] * SHAPES[n][1] for n in MATRICES)
+    assert all(e.began <= e.ended for e in experts.files.log)
     assert all(a.ended <= b.began + 1e-6 for a, b in zip(experts.files.log, experts.files.log[1:])), "one reader does one thing at a time"
     close(experts)
