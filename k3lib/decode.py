@@ -4,7 +4,7 @@ Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
 # built on checkpoint 7ce80a795ed0
 # built on config e9f076b66d65
-# built on experts 4734aaacd2e6
+# built on experts cf9293199a37
 # built on model f861d0d8db1c
 # built on tokenizer 2e9895b018e7
 # built on trunk 5b3c6d79ceea
