@@ -5,7 +5,7 @@ Made from book/05_streaming/04_experts.py: edit that, then run `make export`.
 # built on linear 717e602ab247
 # built on moe 2b242a8e4fc8
 # built on mxfp4 6469e3b7c45f
-# built on trunk 5b3c6d79ceea
+# built on trunk fbec76a44350
 
 import threading
 import time
