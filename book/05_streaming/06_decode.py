@@ -195,7 +195,7 @@ class PlanError(UsageError):
         self.least = least
 
 
-KERNELS = 60_000_000  # compiled kernels and their threads, resident after the first pass
+KERNELS = 65_000_000  # compiled kernels and their threads, resident after the first pass
 SLOT = 4 << 20  # bytes of a ring slot: long enough that Python is seldom asked, short enough that all threads end together
 SLOTS = 6
 READ_BYTES = 250  # of one entry in the list of reads
