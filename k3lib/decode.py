@@ -4,10 +4,10 @@ Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
 # built on checkpoint 7ce80a795ed0
 # built on config e9f076b66d65
-# built on experts 7e9cd49ec8b9
-# built on model f861d0d8db1c
+# built on experts 6563eaccbcd5
+# built on model 1aaa77365a20
 # built on tokenizer 2e9895b018e7
-# built on trunk fbec76a44350
+# built on trunk 5185a02121f4
 
 import dataclasses
 import json

@@ -2,10 +2,10 @@
 
 Made from book/05_streaming/04_experts.py: edit that, then run `make export`.
 """
-# built on linear 717e602ab247
-# built on moe 2b242a8e4fc8
-# built on mxfp4 6469e3b7c45f
-# built on trunk fbec76a44350
+# built on linear 81fbfbd1064c
+# built on moe 909bef8454c6
+# built on mxfp4 912a37cabbe0
+# built on trunk 5185a02121f4
 
 import threading
 import time
@@ -104,7 +104,7 @@ class Arriving:
     def multiply(self, name, halves, out):
         "As Expert's: out float32 [m, n] = x W^T for W one of w1, w2 and w3, on the calling thread, read piece by piece."
         packed, at = getattr(self.extents, name), getattr(self._places, name)
-        check_fit(packed, getattr(self.extents, name + "_scale"), GROUP * halves.shape[1], out)
+        check_fit(packed, getattr(self.extents, name + "_scale"), (len(halves), GROUP * halves.shape[1]), out)
         scale = self._read(getattr(self.extents, name + "_scale"), 0, None, getattr(self._places, name + "_scale"))
         n, row = packed.shape
         piece, pieces = pieces_of(n, row)

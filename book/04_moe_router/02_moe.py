@@ -221,7 +221,7 @@ class Expert(NamedTuple):
     def multiply(self, name, halves, out):
         "out float32 [m, n] = x W^T for W one of w1, w2 and w3, on the calling thread; `halves` is mxfp4.halved(x)."
         packed, scale = getattr(self, name), getattr(self, name + "_scale")
-        check_fit(packed, scale, GROUP * halves.shape[1], out)
+        check_fit(packed, scale, (len(halves), GROUP * halves.shape[1]), out)
         mxfp4_rows(packed, scale, halves, out, 0)
 
 

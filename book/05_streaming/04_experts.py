@@ -170,7 +170,7 @@ class Arriving:
     def multiply(self, name, halves, out):
         "As Expert's: out float32 [m, n] = x W^T for W one of w1, w2 and w3, on the calling thread, read piece by piece."
         packed, at = getattr(self.extents, name), getattr(self._places, name)
-        check_fit(packed, getattr(self.extents, name + "_scale"), GROUP * halves.shape[1], out)
+        check_fit(packed, getattr(self.extents, name + "_scale"), (len(halves), GROUP * halves.shape[1]), out)
         scale = self._read(getattr(self.extents, name + "_scale"), 0, None, getattr(self._places, name + "_scale"))
         n, row = packed.shape
         piece, pieces = pieces_of(n, row)
