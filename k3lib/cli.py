@@ -38,6 +38,18 @@ def _json(path, tree):
     _write(path, (json.dumps(tree, indent=1) + "\n").encode())
 
 
+class OutputLost(Exception):
+    "Standard output does not take what is written to it: an answer that nobody gets is no success."
+
+
+def _say(text):
+    "Print, at once. Raises OutputLost."
+    try:
+        print(text, flush=True)
+    except (OSError, ValueError) as error:
+        raise OutputLost(f"standard output cannot be written: {getattr(error, 'strerror', None) or error}") from None
+
+
 def _decode(args):
     import io
 
@@ -48,11 +60,11 @@ def _decode(args):
     prompt = None if args.prompt is None else os.fsencode(args.prompt)  # bytes the shell gave that are not UTF-8 stay as they are
     if args.prompt_file is not None:
         if not Path(args.prompt_file).is_file():
-            raise FileNotFoundError(f"{args.prompt_file}: no such file")
+            raise FileNotFoundError(f"{args.prompt_file}: {'is a folder' if Path(args.prompt_file).is_dir() else 'no such file'}")
         prompt = Path(args.prompt_file).read_bytes()
     logits = [] if args.logits else None
     report = decode(args.model, args.ids, prompt, args.max_new_tokens, args.ram, args.trunk, args.threads, logits,
-                    show=lambda text: print(text, flush=True))
+                    show=_say)
     if args.logits:
         buffer = io.BytesIO()
         np.save(buffer, np.stack(logits))
@@ -66,7 +78,7 @@ def _plan(args):
     from k3lib.config import read_config
     from k3lib.decode import is_synthetic, make_plan, parse_size, whole_number
     ram, context = parse_size(args.ram), whole_number("context", args.context, 1, 1 << 30)
-    print(make_plan(read_config(args.model), Checkpoint(args.model), ram, context).text() + "\n  synthetic weights" * is_synthetic(args.model))
+    _say(make_plan(read_config(args.model), Checkpoint(args.model), ram, context).text() + "\n  synthetic weights" * is_synthetic(args.model))
 
 
 def _census(args):
@@ -76,20 +88,20 @@ def _census(args):
     _check_outputs(args.model, args.json)
     config = read_config(args.model)
     census = Checkpoint(args.model).census(experts_per_token=config.num_experts_per_token)
-    print(census.table() + "\nsynthetic weights" * is_synthetic(args.model))
+    _say(census.table() + "\nsynthetic weights" * is_synthetic(args.model))
     if args.json:
         _json(args.json, census.as_dict())
 
 
 def _pack(args):
     from k3lib.decode import pack_trunk
-    print(pack_trunk(args.model, args.folder))
+    _say(pack_trunk(args.model, args.folder))
 
 
 def _synth(args):
     from k3lib.synth import synth
-    print(synth(args.folder, args.preset, args.seed, args.layers, args.experts, args.vocab,
-                progress=lambda text: print(text, file=sys.stderr, flush=True)))
+    _say(synth(args.folder, args.preset, args.seed, args.layers, args.experts, args.vocab,
+               progress=lambda text: print(text, file=sys.stderr, flush=True)))
 
 
 def _parser():
@@ -138,7 +150,7 @@ def _parser():
 
 
 def _exit_code(error):
-    "2 usage, config or plan refused; 4 weights unreadable or damaged; 1 anything else."
+    "2 usage, config or plan refused; 4 weights unreadable or damaged; 130 interrupted; 1 anything else."
     from k3lib.checkpoint import CheckpointError
     from k3lib.config import ConfigError
     from k3lib.model import UsageError
@@ -146,6 +158,8 @@ def _exit_code(error):
     from k3lib.tokenizer import TokenizerError
     if isinstance(error, CheckpointError):
         return 4
+    if isinstance(error, KeyboardInterrupt):
+        return 130
     return 2 if isinstance(error, (UsageError, ConfigError, TokenizerError, SynthError, FileNotFoundError, NotADirectoryError)) else 1
 
 
@@ -153,11 +167,18 @@ def main(argv=None):
     "Run one command and return its exit code: 0, or what _exit_code says."
     args = _parser().parse_args(argv)
     try:
+        if sys.stdout is None:  # closed by whoever started us: print would lose the answer without a word
+            raise OutputLost("standard output is closed")
         args.run(args)
         return 0
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if args.debug:
             raise
-        code = _exit_code(error)
-        print(f"k3 {args.command}: {error if code != 1 else f'{type(error).__name__}: {error}'}", file=sys.stderr)
+        code, text = _exit_code(error), str(error)
+        if isinstance(error, KeyboardInterrupt):
+            text = "interrupted"
+        elif code == 1 and not isinstance(error, OutputLost):
+            text = f"{type(error).__name__}: {error}"
+        if sys.stderr is not None:
+            print(f"k3 {args.command}: {text}", file=sys.stderr)
         return code

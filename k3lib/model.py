@@ -93,6 +93,7 @@ class Model:
         c = self.config
         self.position = 0
         width = c.kv_lora_rank + c.qk_rope_head_dim
+        self.state = None  # gone before the new one comes: there is room for one
         self.state = [kda_state(c.kda_num_heads, c.kda_head_dim, c.kda_conv_kernel) if c.layer_kind(L) == "kda"
                       else np.zeros((self.context, width), np.float32) for L in range(c.num_hidden_layers)]
 

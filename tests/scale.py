@@ -1,88 +1,171 @@
-"""The full 2.78T shape on this machine (`make scale`): peak memory at 1 GB, cold and warm, and the same bytes at every budget.
+"""The full 2.78T shape on this machine (`make scale`): the same bytes at every budget, in the memory it says, and how long it takes.
 
-Writes a synthetic checkpoint of the released layout to out/full (about 5 GB on disk) if it is not there, then runs `k3 decode` in a
-process of its own for every row of the table. Where this user may make a memory cgroup, the first rows run inside one whose limit
-is the budget itself, so that the figure is enforced and not only observed.
+Writes a synthetic checkpoint of the released layout to out/full (about 5 GB on disk) and its packed trunk (4 GB) to out/trunk if they
+are not there, then runs `k3 decode` in a process of its own for every row of the table. The first rows may have no more memory than
+their budget: a limit on private memory, and a memory cgroup where this user may make one. The figures go to
+fixtures/measured/scale.json, from which the last notebook draws the memory ladder.
 """
 import argparse
 import hashlib
 import json
 import os
+import platform
+import resource
 import subprocess
 import sys
 import tempfile
+from datetime import datetime, timezone
 from pathlib import Path
 
+import numba
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
-GROUP = Path("/sys/fs/cgroup/memory/k3-scale")  # v1; without it the run is observed by VmHWM alone
+GROUP = Path("/sys/fs/cgroup/memory/k3-scale")  # v1; elsewhere the limit on private memory has to do
+IDS = "5,9,17,3,11"
+KEPT = ("ids", "threads", "step_seconds", "step_bytes", "peak_rss_bytes", "plan", "wall_seconds", "compute_seconds", "io_wait_seconds",
+        "expert_requests", "expert_hits", "read_bytes_per_second")
+LONG = """
+import dataclasses, json, sys, k3lib
+model = k3lib.load(sys.argv[1], sys.argv[2], threads=2, context=4096)
+for state in model.state:
+    if not isinstance(state, tuple):  # a latent cache, as it is after so many tokens
+        state[:] = 0.01
+model.position = 4094
+model.prefill([5]), model.prefill([9])
+print(json.dumps(model.report.as_dict()))
+"""
+
+
+def machine():
+    "What the figures were measured on."
+    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"cpu": cpu, "cores": os.cpu_count(), "memory_bytes": memory, "system": f"{platform.system()} {platform.release()}",
+            "python": platform.python_version(), "numpy": np.__version__, "numba": numba.__version__}
 
 
 def enforced(limit):
-    "A function for subprocess's preexec_fn that puts the child under `limit` bytes, or None where that is not allowed."
+    "(function for the child that limits its memory to `limit` bytes, whether a cgroup is part of that)"
     try:
         GROUP.mkdir(exist_ok=True)
         (GROUP / "memory.limit_in_bytes").write_text(str(limit))
         (GROUP / "memory.max_usage_in_bytes").write_text("0")
+        group = True
     except OSError:
-        return None
-    return lambda: (GROUP / "cgroup.procs").write_text(str(os.getpid()))
+        group = False
+
+    def limits():
+        resource.setrlimit(resource.RLIMIT_STACK, (1 << 20, 1 << 20))  # a thread's stack counts whole, used or not
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        if group:
+            (GROUP / "cgroup.procs").write_text(str(os.getpid()))
+    return limits, group
 
 
-def run(folder, ram, threads, tokens, limit=None, **env):
-    "One decode: its report, with `digest` of the logits, `enforced` and `cgroup_peak_bytes`."
-    inside = enforced(limit) if limit else None
+def size(ram):
+    return int(ram.removesuffix("GB")) * 10**9
+
+
+def child(command, limit, env):
+    "Run it; (standard output, how its memory was limited)."
+    limits, group = enforced(limit) if limit else (None, False)
+    done = subprocess.run([sys.executable, *map(str, command)], preexec_fn=limits, capture_output=True, text=True, env={**os.environ, **env})
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))} ended with {done.returncode}: {done.stderr.strip()}")
+    if not limit:
+        return done.stdout, "observed"
+    peak = f", which saw {int((GROUP / 'memory.max_usage_in_bytes').read_text()) / 1e6:.0f} MB at most" if group else ""
+    return done.stdout, "private memory limited" + " and in a cgroup" * group + peak
+
+
+def decode(folder, ram, threads, tokens, prompt=("--ids", IDS), trunk=None, limited=False, **env):
+    "One decode: its report, with a digest of each step's logits and what limited its memory; and what it printed."
     with tempfile.TemporaryDirectory() as scratch:
         record, logits = Path(scratch) / "r.json", Path(scratch) / "l.npy"
-        command = [sys.executable, "-m", "k3lib", "decode", folder, "--ids", "5,9,17,3,11", "--max-new-tokens", str(tokens),
-                   "--ram", ram, "--threads", str(threads), "--json", record, "--logits", logits]
-        done = subprocess.run(command, preexec_fn=inside, capture_output=True, text=True, env={**os.environ, **env})
-        if done.returncode:
-            sys.exit(f"k3 decode --ram {ram} ended with {done.returncode}: {done.stderr.strip()}")
+        command = ["-m", "k3lib", "decode", folder, *prompt, "--max-new-tokens", tokens, "--ram", ram, "--threads", threads,
+                   "--json", record, "--logits", logits, *(["--trunk", trunk] if trunk else [])]
+        text, memory = child(command, limited and size(ram), env)
         report = json.loads(record.read_text())
-        report["digest"] = hashlib.sha256(np.load(logits).tobytes()).hexdigest()
-    report["enforced"] = bool(inside)
-    report["cgroup_peak_bytes"] = int((GROUP / "memory.max_usage_in_bytes").read_text()) if inside else None
-    report["text"] = done.stdout
-    return report
+        digests = [hashlib.sha256(row.tobytes()).hexdigest()[:16] for row in np.load(logits)]
+    return {"ram": size(ram), "packed": trunk is not None, **{key: report[key] for key in KEPT}, "digests": digests, "memory": memory}, text
+
+
+def long_context(folder, ram):
+    "Two steps at the end of a context of 4,096 positions."
+    text, memory = child(["-c", LONG, folder, ram], 0, {})
+    report = json.loads(text)
+    return {"ram": size(ram), "packed": False, **{key: report[key] for key in KEPT}, "digests": [], "memory": memory}, text
+
+
+def with_vocabulary(folder, scratch):
+    "A folder of links to the checkpoint's files and to the vocabulary that K3_TIKTOKEN names."
+    for file in Path(folder).resolve().iterdir():
+        (scratch / file.name).symlink_to(file)
+    (scratch / "tiktoken.model").symlink_to(os.environ["K3_TIKTOKEN"])
+    return scratch
+
+
+class Table:
+    "The rows so far. A row that is no good ends the run."
+
+    def __init__(self, path, command):
+        self.path = path
+        self.tree = {"about": "decodes of the synthetic checkpoint of the full released shape, most of which is holes: bytes are read at the "
+                              "speed of memory, not of a disk", "made_by": command, "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+                     "machine": machine(), "rows": []}
+
+    def add(self, what, row, most, like=None):
+        peak, planned, steps = row["peak_rss_bytes"], row["plan"]["total"], row["step_seconds"]
+        self.tree["rows"].append({"what": what, **row})
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.tree, indent=1) + "\n")
+        later = f"{np.median(steps[1:]):6.1f} s a token" if steps[1:] else " " * 14
+        prompt = f"prompt {steps[0]:6.1f} s" if steps else " " * 15
+        print(f"{what:<36} peak {peak / 1e6:6.0f} MB of {planned / 1e6:6.0f} planned, {prompt}, {later}, ids {row['ids']}, {row['memory']}", flush=True)
+        if peak > most:
+            sys.exit(f"{what}: a peak of {peak} bytes, at most {most:.0f} are allowed")
+        n = min(len(row["digests"]), len(like["digests"])) if like else 0
+        if like and row["digests"][:n] != like["digests"][:n]:
+            sys.exit(f"{what}: the logits differ from those of the first row")
 
 
 def main():
     args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     args.add_argument("--folder", default=str(ROOT / "out" / "full"))
+    args.add_argument("--trunk", default=str(ROOT / "out" / "trunk"))
+    args.add_argument("--budgets", default="1GB,2GB,4GB,8GB,16GB", help="in ascending order, whole gigabytes")
     args.add_argument("--tokens", type=int, default=4)
-    args.add_argument("--json", default=str(ROOT / "out" / "scale.json"))
+    args.add_argument("--only-budgets", action="store_true", help="leave out the rows that vary something else")
+    args.add_argument("--json", type=Path, default=ROOT / "fixtures" / "measured" / "scale.json")
     args = args.parse_args()
-    if not Path(args.folder).exists():
-        Path(args.folder).parent.mkdir(exist_ok=True)
-        subprocess.run([sys.executable, "-m", "k3lib", "synth", args.folder, "--preset", "full"], check=True)
-    rows = []
+    budgets, tokens, folder = args.budgets.split(","), args.tokens, args.folder
+    lowest = budgets[0]
+    if not Path(folder).exists():
+        Path(folder).parent.mkdir(exist_ok=True)
+        subprocess.run([sys.executable, "-m", "k3lib", "synth", folder, "--preset", "full"], check=True)
+    table = Table(args.json, f"tests/scale.py --budgets {args.budgets} --tokens {tokens}{' --only-budgets' * args.only_budgets}")
 
-    def row(what, most=None, **how):
-        report = run(args.folder, **how)
-        peak, plan = report["peak_rss_bytes"], report["plan"]["total"]
-        steps = report["step_seconds"]
-        rows.append({"what": what, **report})
-        print(f"{what:<26} peak {peak / 1e6:7.0f} MB of {plan / 1e6:7.0f} planned{' (enforced)' if report['enforced'] else ''}, "
-              f"prompt {steps[0]:6.1f} s, then {np.median(steps[1:]) if steps[1:] else float('nan'):6.1f} s a token, "
-              f"ids {report['ids']}, logits {report['digest'][:12]}", flush=True)
-        if most is not None and peak > most:
-            sys.exit(f"{what}: peak of {peak} bytes, at most {most} allowed")
-        return report
-
-    with tempfile.TemporaryDirectory() as cold:
-        row("1GB, empty numba cache", most=1.3e9, ram="1GB", threads=2, tokens=1, NUMBA_CACHE_DIR=cold)
-    first = row("1GB", most=1.0e9, ram="1GB", threads=2, tokens=args.tokens, limit=10**9)
-    print(first["text"])
-    for ram in ("2GB", "4GB", "8GB", "16GB"):
-        report = row(ram, most=int(ram[:-2]) * 1e9, ram=ram, threads=2, tokens=args.tokens)
-        if report["digest"] != first["digest"]:
-            sys.exit(f"{ram}: the logits differ from those at 1GB")
-    if row("1GB, one thread", ram="1GB", threads=1, tokens=2)["ids"] != first["ids"][:2]:
-        sys.exit("one thread: the ids differ from those of two")
-    Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")
-    print(f"the same logits at every budget; rows in {args.json}")
+    if not args.only_budgets:
+        with tempfile.TemporaryDirectory() as cold:
+            table.add(f"{lowest}, nothing compiled yet", decode(folder, lowest, 2, 1, NUMBA_CACHE_DIR=cold)[0], 1.3 * size(lowest))
+    first, text = decode(folder, lowest, 2, tokens, limited=True)
+    table.add(lowest, first, size(lowest))
+    print(text)
+    for ram in budgets[1:]:
+        table.add(ram, decode(folder, ram, 2, tokens)[0], size(ram), first)
+    if not args.only_budgets:
+        subprocess.run([sys.executable, "-m", "k3lib", "pack", folder, args.trunk], check=True)
+        for ram, threads, trunk in (lowest, 1, None), (lowest, 2, args.trunk), (budgets[-1], 1, args.trunk):
+            what = f"{ram}, {threads} thread{'s' * (threads > 1)}{', packed trunk' if trunk else ''}"
+            table.add(what, decode(folder, ram, threads, 2, trunk=trunk, limited=True)[0], size(ram), first)
+        table.add(f"{lowest}, 4,096 positions", long_context(folder, lowest)[0], size(lowest))
+        if "K3_TIKTOKEN" in os.environ:
+            with tempfile.TemporaryDirectory() as scratch:
+                model = with_vocabulary(folder, Path(scratch))
+                row, _ = decode(model, lowest, 2, 2, prompt=("--prompt", "How small can it be?"), limited=True)
+                table.add(f"{lowest}, a prompt of text", row, size(lowest))
+    print(f"the same logits in every row; figures in {args.json}")
 
 
 if __name__ == "__main__":

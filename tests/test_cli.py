@@ -1,6 +1,8 @@
 "The `k3` command as a user meets it: output, exit codes, one clear line for every bad input, and nothing half-written."
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +121,7 @@ def test_missing_and_truncated_shards(model):
     (["--ids", "1", "--ram", "1MB"], ["short", "at least"]),
     (["--ids", "1", "--threads", "1000"], ["threads", "1000"]),
     (["--prompt-file", "nothing.txt"], ["nothing.txt"]),
+    (["--prompt-file", "."], [".: is a folder"]),
 ])
 def test_bad_arguments(args, words, tmp_path):
     refused(k3("decode", MODEL, *args, cwd=tmp_path), 2, *words)
@@ -178,3 +181,59 @@ def test_what_cannot_be_packed_or_packed_to(tmp_path, model):
     for folder in (model, model / "trunk"):
         refused(k3("pack", model, folder), 2, "the model's own folder")
     assert sorted(model.iterdir()) == before and (tmp_path / "file").read_text() == "mine"
+
+
+# An answer that nobody gets is no success
+
+
+def unheard(command, **streams):
+    "Run with standard output that takes nothing: exit code 1, one line on standard error."
+    run = subprocess.run([sys.executable, "-m", "k3lib", *map(str, command)], stderr=subprocess.PIPE, text=True, **streams)
+    assert run.returncode == 1, run.stderr
+    lines = run.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith(f"k3 {command[0]}: standard output "), run.stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize("command", [["decode", MODEL, "--ids", "1", "--max-new-tokens", "2"], ["plan", MODEL], ["census", MODEL]])
+def test_standard_output_that_is_closed_broken_or_full(command, tmp_path):
+    assert "is closed" in unheard(command, preexec_fn=lambda: os.close(1))
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert "Broken pipe" in unheard(command, stdout=writer)
+    os.close(writer)
+    if Path("/dev/full").exists():
+        with open("/dev/full", "w") as full:
+            assert "No space left" in unheard(command, stdout=full)
+
+
+def running(*args, tokens=5000):
+    "A long decode, read up to its first token."
+    run = subprocess.Popen([sys.executable, "-m", "k3lib", "decode", MODEL, "--ids", PROMPT, "--max-new-tokens", str(tokens), *map(str, args)],
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not run.stdout.readline().startswith("   1: id "):
+        assert run.poll() is None, run.stderr.read()
+    return run
+
+
+def test_a_reader_who_leaves_half_way(tmp_path):
+    run = running("--json", tmp_path / "r.json")
+    run.stdout.close()
+    error = run.stderr.read()
+    assert run.wait() == 1 and error == "k3 decode: standard output cannot be written: Broken pipe\n", error
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c(tmp_path):
+    run = running("--json", tmp_path / "r.json")
+    run.send_signal(signal.SIGINT)
+    output, error = run.communicate()
+    assert run.returncode == 130 and error == "k3 decode: interrupted\n", error
+    assert "generated ids" not in output and not list(tmp_path.iterdir())
+
+
+def test_nobody_listens_to_errors():
+    closed = {"preexec_fn": lambda: os.close(2), "stdout": subprocess.PIPE, "text": True}
+    run = subprocess.run([sys.executable, "-m", "k3lib", "decode", MODEL, "--ids", PROMPT, "--max-new-tokens", "2"], **closed)
+    assert run.returncode == 0 and "generated ids: 468,342" in run.stdout
+    assert subprocess.run([sys.executable, "-m", "k3lib", "decode", MODEL, "--ids", "512"], **closed).returncode == 2

@@ -212,3 +212,29 @@ def test_the_trunk_of_another_model_is_refused_also_where_only_its_numbers_diffe
         k3lib.load(MODEL, trunk=tmp_path / "trunk")
     with pytest.raises(CheckpointError, match="another checkpoint"):
         decode.pack_trunk(MODEL, tmp_path / "trunk")
+
+
+def test_tokens_are_shown_as_they_come(monkeypatch):
+    happened, prefill = [], k3lib.decode.Decoder.prefill
+    monkeypatch.setattr(decode.Decoder, "prefill", lambda self, ids: (happened.append("a step"), prefill(self, ids))[1])
+    report = decode.decode(MODEL, ids="304,206,32,407,493,375,224,286,48,367,487,230", max_new_tokens=3, ram="1GB", show=happened.append)
+    first = happened.index("a step")
+    assert happened[first::2][:3] == ["a step"] * 3
+    lines = happened[first + 1:first + 6:2]
+    assert [line.split(", ")[0] for line in lines] == [f"   {n}: id {i}" for n, i in enumerate(report.ids, 1)] == ["   1: id 468", "   2: id 342", "   3: id 411"]
+    assert happened[first + 6] == "generated ids: 468,342,411"
+    text = "".join(eval(line.split(" s, ", 1)[1]) for line in lines)
+    assert happened[first + 7] == f"generated text: {text!r}" and text
+
+
+def test_each_step_tells_what_it_read():
+    model = k3lib.load(MODEL, least() + 1_500_000, context=32)
+    list(model.generate([1, 2], 3))
+    report = model.report
+    model.close()
+    streamed = report.plan.trunk_bytes - report.plan.pinned_bytes
+    assert len(report.step_bytes) == len(report.step_seconds) == 3
+    for step in report.step_bytes:
+        assert set(step) == {"trunk", "experts", "other"}
+        assert 0.5 * streamed < step["trunk"] + step["other"] < 1.5 * streamed  # a pass, give or take what the ring holds
+    assert "in the last step" in report.text()

@@ -36,9 +36,11 @@ ORACLE = ROOT / "fixtures" / "oracle13"
 EXPECTED = json.loads((ORACLE / "expected.json").read_text())
 
 # %% tags=["export"]
+import ctypes
 import dataclasses
 import json
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -390,6 +392,7 @@ class Report:
     trunk: str | None = None  # the folder of a packed trunk
     ids: list = dataclasses.field(default_factory=list)
     step_seconds: list = dataclasses.field(default_factory=list)
+    step_bytes: list = dataclasses.field(default_factory=list)  # bytes read in each step, by part
     wall_seconds: float = 0.0
     io_wait_seconds: float = 0.0
     peak_rss_bytes: int | None = None
@@ -422,7 +425,8 @@ class Report:
             ("tokens", f"{len(self.ids)} new, {self.threads} threads"),
             ("seconds a step", ", ".join(f"{s:.3g}" for s in self.step_seconds[:6]) + (", ..." if len(self.step_seconds) > 6 else "")),
             ("wall", f"{self.wall_seconds:.2f} s: {self.compute_seconds:.2f} s computing, {self.io_wait_seconds:.2f} s waiting for bytes"),
-            ("read", ", ".join(f"{part} {shown_size(n)}" for part, n in self.bytes_read.items())),
+            ("read", _by_part(self.bytes_read)),
+            ("in the last step", _by_part(self.step_bytes[-1]) if self.step_bytes else "no step yet"),
             ("read calls", f"{shown_size(self.asked_bytes)} in whole pages, "
                            + ("the system keeps no count" if self.kernel_bytes is None else f"the system counted {shown_size(self.kernel_bytes)}, compiled kernels included")
                            + f"; {shown_size(self.read_bytes_per_second)}/s a reader"),
@@ -430,7 +434,11 @@ class Report:
             ("files", "; ".join(f"{len(names)} {way}" for way, names in how.items())),
             ("peak memory", peak),
         ]
-        return "\n".join(["report", *(f"  {k:<16}{v}" for k, v in rows)])
+        return "\n".join(["report", *(f"  {k:<18}{v}" for k, v in rows)])
+
+
+def _by_part(bytes_read):
+    return ", ".join(f"{part} {shown_size(n)}" for part, n in bytes_read.items())
 
 
 # %% [markdown]
@@ -472,10 +480,11 @@ class Decoder(Model):
         mine = self.state
         fed = list(ids)
         for _ in range(max_new_tokens):
-            began = time.perf_counter()
+            began, before = time.perf_counter(), dict(self.trunk.files.bytes_read)
             logits = self.prefill(fed)
             token = int(np.argmax(logits))
             self._report.step_seconds.append(time.perf_counter() - began)
+            self._report.step_bytes.append({part: n - before[part] for part, n in self.trunk.files.bytes_read.items()})
             self._report.ids.append(token)
             if on_logits is not None:
                 on_logits(logits)
@@ -542,6 +551,17 @@ def part_of(name):
     return "trunk" if ".layers." in name else "other"
 
 
+def return_freed_memory():
+    """Have freed arrays of a megabyte and more go back to the system at once, where the C library is glibc.
+
+    Left alone, it learns from the first large array it frees to keep such pieces, of up to 32 MB, and they would count as ours.
+    """
+    try:
+        ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
+    except (AttributeError, OSError, TypeError):  # another C library, or none that can be asked
+        pass
+
+
 def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=None, on_plan=None, progress=None):
     """A Decoder for the checkpoint in folder `path`, holding at most `ram` bytes of memory ("8GB", "1GiB", an int).
 
@@ -562,6 +582,7 @@ def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=
     plan = make_plan(config, checkpoint, budget, context, prompt_tokens, threads)
     if on_plan is not None:
         on_plan(plan)
+    return_freed_memory()
     files, read_before = Files(), read_call_bytes()
     weights = Trunk(source, walk, plan.pinned, row_multiples(config), files, part_of,
                     plan.slots, plan.slot_bytes, max(READERS, threads), progress, AHEAD)
@@ -639,14 +660,14 @@ def prompt_ids(path, ids, prompt):
 
 def progress_bar(total, unit, **how):
     "A bar on stderr where that is a terminal, else nothing. tqdm: terminal widths and rates are not ours to write."
-    return tqdm(total=total, unit=unit, disable=None, leave=False, **how)
+    return tqdm(total=total, unit=unit, disable=sys.stderr is None or not sys.stderr.isatty(), leave=False, **how)
 
 
 def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", trunk=None, threads=None, logits=None, show=print):
     """One whole run: encode, plan, load, decode greedily, report. Returns the Report.
 
     `ids` '1,2,3' or `prompt` str or bytes; `logits`: a list that receives each step's float32 [vocab]. `show` is given
-    the plan, the prompt, the ids and text that came, and the report. Raises what `load` raises.
+    the plan, the prompt, each token as it comes, all ids and their text, and the report. Raises what `load` raises.
     """
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 20)
     ids = prompt_ids(path, ids, prompt)
@@ -663,10 +684,13 @@ def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", trunk=None,
         stream = model.tokenizer.stream() if model.tokenizer else None
         show(f"prompt ids: {','.join(map(str, ids))}")
         pieces = []
-        for token in model.generate(ids, max_new_tokens, on_logits=None if logits is None else logits.append):
+        for n, token in enumerate(model.generate(ids, max_new_tokens, on_logits=None if logits is None else logits.append)):
+            line = f"{n + 1:>4}: id {token}, {model.report.step_seconds[n]:.3g} s"
             if stream is not None and token not in model.stop:
                 pieces.append(stream.feed(token))
-                bar.set_postfix_str("".join(pieces)[-40:])
+                line += f", {pieces[-1]!r}"
+            with bar.external_write_mode():
+                show(line)
         bar.close()
         show(f"generated ids: {','.join(map(str, model.report.ids))}")
         if stream is not None:
