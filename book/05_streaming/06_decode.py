@@ -197,9 +197,9 @@ class PlanError(UsageError):
         self.least = least
 
 
-KERNELS = 65_000_000  # compiled kernels and their threads, resident after the first pass
+KERNELS = 56_000_000  # compiled kernels and their threads, resident after the first pass
 SLOT = 4 << 20  # bytes of a ring slot: long enough that Python is seldom asked, short enough that all threads end together
-SLOTS = 6
+SLOTS = 4  # one a reader and one ahead
 READ_BYTES = 250  # of one entry in the list of reads
 READERS = 3  # at least; never fewer than arithmetic threads
 EXPERT_READERS = 4  # at least; each with a slot at hand
@@ -271,7 +271,7 @@ def make_plan(config, checkpoint, ram, context, prompt_tokens=None, threads=CORE
     extents = {name: checkpoint.extent(name) for name in walk_order(config)}
     streams = {name: e for name, e in extents.items() if is_matrix(name, e)}
     trunk = sum(widened(e.nbytes) for e in streams.values())
-    slots = max(SLOTS, threads + 2)
+    slots = max(SLOTS, threads + 1)
     slot, ring = _ring_bytes(streams, row_multiples(config), slots)
     first_moe = config.first_k_dense_replace
     an_expert = list(checkpoint.expert(first_moe, 0).values()) if first_moe < config.num_hidden_layers else []
