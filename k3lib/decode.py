@@ -4,10 +4,10 @@ Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
 # built on checkpoint 7ce80a795ed0
 # built on config e9f076b66d65
-# built on experts 4734aaacd2e6
-# built on model a6e5eea51e92
+# built on experts 6563eaccbcd5
+# built on model 6647573cb60d
 # built on tokenizer 2e9895b018e7
-# built on trunk 5b3c6d79ceea
+# built on trunk 5185a02121f4
 
 import ctypes
 import dataclasses
@@ -128,12 +128,13 @@ class PlanError(UsageError):
         self.least = least
 
 
-KERNELS = 60_000_000  # compiled kernels and their threads, resident after the first pass
+KERNELS = 65_000_000  # compiled kernels and their threads, resident after the first pass
 SLOT = 4 << 20  # bytes of a ring slot: long enough that Python is seldom asked, short enough that all threads end together
 SLOTS = 6
 READ_BYTES = 250  # of one entry in the list of reads
 READERS = 3  # at least; never fewer than arithmetic threads
 EXPERT_READERS = 4  # at least; each with a slot at hand
+AHEAD = 1  # row blocks that wait for their matrix: more would have left the cache by then
 MOST_CHUNK = 64
 
 
@@ -459,7 +460,7 @@ def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=
         on_plan(plan)
     files, read_before = Files(), read_call_bytes()
     weights = Trunk(source, walk, plan.pinned, row_multiples(config), files, part_of,
-                    plan.slots, plan.slot_bytes, max(READERS, threads), progress)
+                    plan.slots, plan.slot_bytes, max(READERS, threads), progress, AHEAD)
     experts = Experts(lambda L, e: list(checkpoint.expert(L, e).values()), files, plan.expert_slots,
                       plan.expert_slot_bytes, max(EXPERT_READERS, threads))
     report = Report(str(path), is_synthetic(path), threads, plan, None if trunk is None else str(trunk))
@@ -567,4 +568,4 @@ def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", trunk=None,
         model.close()
 
 
-__all__ = ['UNITS', 'parse_size', 'shown_size', 'resident_bytes', 'peak_bytes', 'read_call_bytes', 'available_bytes', 'CGROUPS', 'cgroup_free', 'PlanError', 'KERNELS', 'SLOT', 'SLOTS', 'READ_BYTES', 'READERS', 'EXPERT_READERS', 'MOST_CHUNK', 'Plan', 'activation_bytes', 'state_bytes', 'position_bytes', 'make_plan', 'Report', 'Decoder', 'check_tensors', 'is_synthetic', 'open_tokenizer', 'part_of', 'return_freed_memory', 'load', 'pack_trunk', 'whole_number', 'parse_ids', 'prompt_ids', 'progress_bar', 'decode']
+__all__ = ['UNITS', 'parse_size', 'shown_size', 'resident_bytes', 'peak_bytes', 'read_call_bytes', 'available_bytes', 'CGROUPS', 'cgroup_free', 'PlanError', 'KERNELS', 'SLOT', 'SLOTS', 'READ_BYTES', 'READERS', 'EXPERT_READERS', 'AHEAD', 'MOST_CHUNK', 'Plan', 'activation_bytes', 'state_bytes', 'position_bytes', 'make_plan', 'Report', 'Decoder', 'check_tensors', 'is_synthetic', 'open_tokenizer', 'part_of', 'return_freed_memory', 'load', 'pack_trunk', 'whole_number', 'parse_ids', 'prompt_ids', 'progress_bar', 'decode']

@@ -2,10 +2,10 @@
 
 Made from book/05_streaming/04_experts.py: edit that, then run `make export`.
 """
-# built on linear 717e602ab247
-# built on moe 2b242a8e4fc8
-# built on mxfp4 6469e3b7c45f
-# built on trunk 5b3c6d79ceea
+# built on linear 81fbfbd1064c
+# built on moe 909bef8454c6
+# built on mxfp4 912a37cabbe0
+# built on trunk 5185a02121f4
 
 import threading
 import time
@@ -82,15 +82,19 @@ def _stream_packed(descriptor, offset, rows, piece, slot, at, kept, scale, halve
 class Arriving:
     """An expert that has yet to be read: its matrices are multiplied while their rows come. Takes the place of an Expert in expert_mlp.
 
-    Where the slot has room for all six tensors they stay there, and expert() is the whole afterwards.
+    Where the slot has room for all six tensors they stay there, and expert() is the whole afterwards. Raises ValueError for a slot
+    through which the expert cannot even pass: compiled code does not look where a read ends.
     """
 
     def __init__(self, files, extents, slot):
+        if len(slot) < min(slot_bytes(extents), passing_bytes(extents)):
+            raise ValueError(f"an expert passes through a slot of {passing_bytes(extents)} bytes, this one has {len(slot)}")
         self.files, self.extents, self.slot = files, Expert(*extents), slot
         self.kept = len(slot) >= slot_bytes(extents)
         ends = np.cumsum([widened(e.nbytes) for e in extents]).tolist()
         rows = _scale_bytes(self.extents)
         self._places = Expert(0, *ends[:-1]) if self.kept else Expert(rows, 0, rows, 0, rows, 0)
+        self._missing = {"w1", "w2", "w3"}  # of the slot
 
     @property
     def width(self):
@@ -100,7 +104,7 @@ class Arriving:
     def multiply(self, name, halves, out):
         "As Expert's: out float32 [m, n] = x W^T for W one of w1, w2 and w3, on the calling thread, read piece by piece."
         packed, at = getattr(self.extents, name), getattr(self._places, name)
-        check_fit(packed, getattr(self.extents, name + "_scale"), GROUP * halves.shape[1], out)
+        check_fit(packed, getattr(self.extents, name + "_scale"), (len(halves), GROUP * halves.shape[1]), out)
         scale = self._read(getattr(self.extents, name + "_scale"), 0, None, getattr(self._places, name + "_scale"))
         n, row = packed.shape
         piece, pieces = pieces_of(n, row)
@@ -113,6 +117,7 @@ class Arriving:
             began, busy = time.perf_counter(), time.thread_time()
             mxfp4_rows(rows, scale[first:first + piece], halves, out, first)
             self.files.note("arithmetic", began, rows.nbytes, time.thread_time() - busy)
+        self._missing.discard(name)
 
     def _read(self, extent, first, rows, place):
         n, row = extent.shape
@@ -121,19 +126,19 @@ class Arriving:
         return self.slot[begin:begin + nbytes].reshape(-1, row)
 
     def expert(self):
-        "The Expert that the slot holds when all three matrices have been multiplied; None if they only passed."
+        "The Expert that the slot holds when all three matrices have been multiplied; None before that, and if they only passed."
         def view(extent, place):
             begin = place + extent.offset % PAGE
             return self.slot[begin:begin + extent.nbytes].reshape(extent.shape)
-        return Expert(*map(view, self.extents, self._places)) if self.kept else None
+        return Expert(*map(view, self.extents, self._places)) if self.kept and not self._missing else None
 
 
 class Experts:
     """Routed experts in a fixed number of slots of `nbytes`, filled by readers from the moment they are requested.
 
     `extents(layer, e)`: the six extents of an expert in the order of Expert's fields. A slot that has room for it keeps an
-    expert until the least recently used must go; through a smaller one it passes in pieces. Requests are numbered by the order in
-    which they come: one that was interrupted leaves nothing to the next.
+    expert until the least recently used must go; through a smaller one it passes in pieces. The experts of a layer have one shape.
+    A request takes the place of the one before, which leaves it nothing if it was interrupted.
     """
 
     def __init__(self, extents, files, slots, nbytes, readers):
@@ -151,7 +156,7 @@ class Experts:
         self._pending, self._ready = deque(), deque()  # keys to fetch; (key, Expert or what was raised)
         self._due = self._fetching = self._calling = self._most = 0
         self._call = self._failure = None
-        self._stopped = False
+        self._ahead = self._stopped = False  # ahead: these slots keep, so what is requested can be fetched before its turn
         self._threads = [threading.Thread(target=self._serve, name=f"k3-experts-{i}", daemon=True) for i in range(readers)]
         for thread in self._threads:
             thread.start()
@@ -165,8 +170,10 @@ class Experts:
         keys = [(layer, int(e)) for e in ids]
         if len(set(keys)) < len(keys) or keys and not self._memory:
             raise ValueError(f"experts {list(ids)} of layer {layer} are requested into {len(self._memory)} slots: an expert twice, or no slot")
+        ahead = bool(keys) and self.nbytes >= slot_bytes(self.extents(*keys[0]))
         with self._turn:
             self._abandon()
+            self._ahead = ahead
             for key in keys:
                 if key in self._resident:
                     self._held.add(key)
@@ -186,9 +193,9 @@ class Experts:
         """
         began, busy = time.perf_counter(), self.files.seconds["arithmetic"]
         with self._turn:
-            self._call, self._most, self._failure = work, threads, None
-            self._work.notify_all()
             try:
+                self._call, self._most, self._failure = work, threads, None
+                self._work.notify_all()
                 while self._due and self._failure is None and not self._stopped:
                     self._news.wait()
             finally:
@@ -204,7 +211,7 @@ class Experts:
 
     def _abandon(self):
         "Forget what an interrupted pass has left: its reads end, its results are dropped, nothing is held."
-        self._due = 0
+        self._call, self._due = None, 0
         self._pending.clear()
         while self._fetching or self._calling:
             self._news.wait()
@@ -229,17 +236,13 @@ class Experts:
         call = self._call if self._calling < self._most else None
         if call and self._ready:
             key, what = self._ready.pop()
-        elif self._pending and (call or self._ahead()) and (what := self._slot()) is not None:
+        elif self._pending and (call or self._ahead) and (what := self._slot()) is not None:
             key = self._pending.popleft()
         else:
             return None
         self._calling += call is not None
         self._fetching += call is None
         return key, what, call
-
-    def _ahead(self):
-        "Whether an expert can be fetched before it is its turn: whole, into a slot that keeps it."
-        return self.nbytes >= slot_bytes(self.extents(*self._pending[0]))
 
     def _slot(self):
         "A slot to fill: a free one, else that of the least recently used expert that is not held."

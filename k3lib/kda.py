@@ -2,7 +2,7 @@
 
 Made from book/02_kda/01_kda.py: edit that, then run `make export`.
 """
-# built on linear 717e602ab247
+# built on linear 81fbfbd1064c
 
 from typing import NamedTuple
 

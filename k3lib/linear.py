@@ -2,7 +2,7 @@
 
 Made from book/01_mxfp4/03_linear.py: edit that, then run `make export`.
 """
-# built on mxfp4 6469e3b7c45f
+# built on mxfp4 912a37cabbe0
 
 import numpy as np
 from llvmlite import ir

@@ -2,8 +2,8 @@
 
 Made from book/03_mla/01_mla.py: edit that, then run `make export`.
 """
-# built on linear 717e602ab247
-# built on mxfp4 6469e3b7c45f
+# built on linear 81fbfbd1064c
+# built on mxfp4 912a37cabbe0
 
 import numpy as np
 from numba import get_num_threads, njit, prange

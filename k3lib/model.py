@@ -2,11 +2,11 @@
 
 Made from book/05_streaming/05_model.py: edit that, then run `make export`.
 """
-# built on kda a5dc7d50cc65
-# built on linear 717e602ab247
-# built on mla 7e7c19830536
-# built on moe 2b242a8e4fc8
-# built on residual c45a458402de
+# built on kda debcc6e6a7a0
+# built on linear 81fbfbd1064c
+# built on mla 13af59047cbd
+# built on moe 909bef8454c6
+# built on residual a7e5ed83e6de
 
 from collections.abc import Iterable
 

@@ -2,9 +2,9 @@
 
 Made from book/04_moe_router/02_moe.py: edit that, then run `make export`.
 """
-# built on linear 717e602ab247
-# built on mxfp4 6469e3b7c45f
-# built on router addcc9e90cee
+# built on linear 81fbfbd1064c
+# built on mxfp4 912a37cabbe0
+# built on router bd394a3d217e
 
 from typing import NamedTuple
 
@@ -62,7 +62,7 @@ class Expert(NamedTuple):
     def multiply(self, name, halves, out):
         "out float32 [m, n] = x W^T for W one of w1, w2 and w3, on the calling thread; `halves` is mxfp4.halved(x)."
         packed, scale = getattr(self, name), getattr(self, name + "_scale")
-        check_fit(packed, scale, GROUP * halves.shape[1], out)
+        check_fit(packed, scale, (len(halves), GROUP * halves.shape[1]), out)
         mxfp4_rows(packed, scale, halves, out, 0)
 
 

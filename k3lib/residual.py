@@ -2,7 +2,7 @@
 
 Made from book/03_mla/02_residual.py: edit that, then run `make export`.
 """
-# built on linear 717e602ab247
+# built on linear 81fbfbd1064c
 
 import numpy as np
 from numba import njit

@@ -3,7 +3,7 @@
 Made from book/05_streaming/03_trunk.py: edit that, then run `make export`.
 """
 # built on checkpoint 7ce80a795ed0
-# built on linear 717e602ab247
+# built on linear 81fbfbd1064c
 
 import errno
 import math
@@ -271,13 +271,13 @@ class Ring:
 
     A block leaves in one of two ways: take() hands it to the caller, in order, until it is released; each() has the readers
     themselves call a function on the blocks of a matrix. Blocks are numbered once and for all, across passes and rewinds:
-    whoever gives back a block of an interrupted pass gives back nothing.
+    whoever gives back a block of an interrupted pass gives back nothing. `ahead`: most blocks that wait in their slots, all if None.
     """
 
-    def __init__(self, files, reads, slots, slot_bytes, readers):
+    def __init__(self, files, reads, slots, slot_bytes, readers, ahead=None):
         if slots < 1 or readers < 1:
             raise ValueError(f"a ring of {slots} slots and {readers} readers moves nothing")
-        self.files, self.reads, self.slots = files, reads, slots
+        self.files, self.reads, self.slots, self.ahead = files, reads, slots, ahead or slots
         self.memory = [aligned(slot_bytes) for _ in range(slots)]
         self.wait_seconds = 0.0
         self._turn = threading.Lock()
@@ -302,6 +302,7 @@ class Ring:
                 self._news.wait()
             self._check_open()
             result = self._filled.pop(number)
+            self._work.notify()
             self.wait_seconds += time.perf_counter() - began
         if isinstance(result, BaseException):
             raise result
@@ -410,6 +411,8 @@ class Ring:
             number = self._issued
             if number >= self._until:
                 call = None
+            if call is None and len(self._filled) + self._busy - self._calling >= self.ahead:
+                return None
             self._issued += 1
             self._slot[number] = self._free.pop()
         else:
@@ -618,10 +621,11 @@ class Trunk:
     """Every tensor of the walk but the routed experts, resident or streamed.
 
     `walk`: tensor names in the order one pass takes them. `pinned`: matrices kept in memory. `multiples`: {name: rows that
-    must stay together}. The other matrices stream through the ring, the same list of reads every pass.
+    must stay together}. The other matrices stream through the ring, the same list of reads every pass, at most `ahead` blocks of
+    it waiting.
     """
 
-    def __init__(self, checkpoint, walk, pinned, multiples, files, parts, slots, slot_bytes, readers, progress=None):
+    def __init__(self, checkpoint, walk, pinned, multiples, files, parts, slots, slot_bytes, readers, progress=None, ahead=None):
         self.files, self.parts, self.checkpoint = files, parts, checkpoint
         self.extents = {name: checkpoint.extent(name) for name in walk}
         self.resident, self.reads = {}, {}
@@ -638,7 +642,7 @@ class Trunk:
         for name in self._order:
             self._index[name] = len(reads)
             reads += self.reads[name]
-        self.ring = Ring(files, reads, slots, slot_bytes, readers) if reads else None
+        self.ring = Ring(files, reads, slots, slot_bytes, readers, ahead) if reads else None
 
     def begin(self):
         "Start a pass: if the last one stopped half-way, the ring begins anew."

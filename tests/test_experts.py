@@ -1,4 +1,5 @@
-"k3lib.experts: every requested expert arrives once with its own bytes, whatever the slots, the order and the interruptions."
+"k3lib.experts: every requested expert is called for once with its own bytes, whatever the slots, the order and the interruptions."
+import _thread
 import os
 import random
 import threading
@@ -11,55 +12,79 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3lib import experts as experts_module
+from k3lib import trunk as trunk_module
 from k3lib.checkpoint import CheckpointError, Extent
-from k3lib.experts import Experts, Passing, passing_bytes, read_expert, runs, slot_bytes
-from k3lib.moe import Expert
-from k3lib.trunk import PAGE, Files, aligned
+from k3lib.experts import Arriving, Experts, passing_bytes, read_expert, runs, slot_bytes
+from k3lib.moe import Expert, expert_mlp, routed_sum
+from k3lib.mxfp4 import halved
+from k3lib.trunk import COMPILED_READS, CORES, PAGE, File, Files, aligned, at_once
 
 LAYERS, EXPERTS = 3, 12
-SHAPES = dict(w1=(24, 16), w1_scale=(24, 1), w2=(32, 12), w2_scale=(32, 1), w3=(24, 16), w3_scale=(24, 1))
+LATENT, WIDTH = 96, 64
+MATRICES = ("w1", "w3", "w2")  # as expert_mlp takes them
+
+
+def shapes_of(latent, width):
+    sides = dict(w1=(width, latent), w2=(latent, width), w3=(width, latent))
+    return {name + end: (n, k // per) for name, (n, k) in sides.items() for end, per in (("", 2), ("_scale", 32))}
+
+
+SHAPES = shapes_of(LATENT, WIDTH)
+SIZE = sum(n * m for n, m in SHAPES.values())
+Z = np.random.default_rng(5).standard_normal((3, LATENT)).astype(np.float32)
+
+
+def product(expert, z=Z):
+    return expert_mlp(expert, z, 4.0, 25.0, np.empty_like(z))
 
 
 class Store:
-    "Experts of random bytes in files of one layer each; their six tensors adjacent, or anywhere in any order."
+    "Experts of random bytes in files of one layer each; their six tensors adjacent, or anywhere in any order. Offsets are odd."
 
-    def __init__(self, folder, scattered=False, seed=0):
+    def __init__(self, folder, scattered=False, seed=0, shapes=SHAPES, layers=LAYERS, experts=EXPERTS, gap=3, name=""):
         rng = np.random.default_rng(seed)
-        self.bytes, self.where = {}, {}
-        for L in range(LAYERS):
-            pieces = [(e, short) for e in range(EXPERTS) for short in SHAPES]
+        self.bytes, self.where, self.shapes = {}, {}, shapes
+        for L in range(layers):
+            pieces = [(e, short) for e in range(experts) for short in shapes]
             if scattered:
                 random.Random(seed + L).shuffle(pieces)
-            path, blob = str(folder / f"layer{L}.bin"), bytearray(b"head" * 5)
+            path, blob = str(folder / f"{name}layer{L}.bin"), bytearray(b"h" * (18 + gap))
             for e, short in pieces:
-                array = rng.integers(0, 256, SHAPES[short]).astype(np.uint8)
+                low, high = (118, 125) if short.endswith("scale") else (0, 256)
+                array = rng.integers(low, high, shapes[short]).astype(np.uint8)
                 self.bytes[L, e, short], self.where[L, e, short] = array, Extent(path, len(blob), array.nbytes, "U8", array.shape)
                 blob += array.tobytes()
             with open(path, "wb") as file:
                 file.write(blob)
+        self._products = {}
 
     def extents(self, L, e):
-        return [self.where[L, e, short] for short in SHAPES]
+        return [self.where[L, e, short] for short in self.shapes]
+
+    def whole(self, L, e):
+        return Expert(*(self.bytes[L, e, short] for short in self.shapes))
+
+    def product(self, L, e):
+        if (L, e) not in self._products:
+            self._products[L, e] = product(self.whole(L, e))
+        return self._products[L, e]
 
     def check(self, L, e, expert, when=""):
-        if isinstance(expert, Passing):
-            return self.check_passing(L, e, expert)
-        assert isinstance(expert, Expert)
-        for short, found in zip(SHAPES, expert):
-            assert found.shape == SHAPES[short] and found.dtype == np.uint8 and found.flags.c_contiguous
-            assert np.array_equal(found, self.bytes[L, e, short]), f"layer {L} expert {e} {short}{when}: other bytes than the file's"
+        "The product, and the bytes of what is or has been made whole."
+        found, expected = product(expert), self.product(L, e)
+        assert found.tobytes() == expected.tobytes(), (
+            f"layer {L} expert {e}{when}: a product that differs by {np.abs(found - expected).max():.3g} at {np.argmax(found != expected)}")
+        if isinstance(expert, Arriving):
+            assert expert.kept == (len(expert.slot) >= slot_bytes(self.extents(L, e)))
+            expert = expert.expert()
+        if expert is not None:
+            self.check_bytes(L, e, expert, when)
 
-    def check_passing(self, L, e, expert):
-        for name in ("w1", "w3", "w2"):
-            packed, scale, rows = self.bytes[L, e, name], self.bytes[L, e, name + "_scale"], 0
-            assert expert.rows(name) == len(packed)
-            for first, some, scales in expert.blocks(name):
-                assert first == rows and len(some) == len(scales), f"{name}: a block of {len(some)} rows and {len(scales)} scales at {first}, not {rows}"
-                for short, found, expected in ((name, some, packed), (name + "_scale", scales, scale)):
-                    assert found.flags.c_contiguous and np.array_equal(found, expected[first:first + len(some)]), (
-                        f"layer {L} expert {e} {short} rows {first}..: other bytes than the file's")
-                rows += len(some)
-            assert rows == len(packed)
+    def check_bytes(self, L, e, expert, when=""):
+        assert isinstance(expert, Expert)
+        for short, found in zip(self.shapes, expert):
+            assert found.shape == self.shapes[short] and found.dtype == np.uint8 and found.flags.c_contiguous
+            assert np.array_equal(found, self.bytes[L, e, short]), f"layer {L} expert {e} {short}{when}: other bytes than the file's"
 
 
 @pytest.fixture
@@ -80,6 +105,16 @@ class Slow(Files):
         time.sleep(self.random.random() * self.most)
         return start
 
+    def stream(self, *args):
+        time.sleep(self.random.random() * self.most)
+        return super().stream(*args)
+
+
+def always(most):
+    files = Slow(0, most)
+    files.random = type("Always", (), {"random": staticmethod(lambda: 1.0)})()
+    return files
+
 
 class Poisoned(Experts):
     "Experts whose slots are overwritten when they are chosen to be filled again."
@@ -91,36 +126,82 @@ class Poisoned(Experts):
         return slot
 
 
+class Late(Poisoned):
+    "Experts that fetch nothing before it is its turn: they all arrive."
+    _ahead = property(lambda self: False, lambda self, ahead: None)
+
+
 def make(store, slots, readers=3, files=None, kind=Experts, nbytes=None):
     return kind(store.extents, files or Files(), slots, nbytes or slot_bytes(store.extents(0, 0)), readers)
 
 
+def in_pieces_of(monkeypatch, nbytes):
+    monkeypatch.setattr(trunk_module, "PIECE", nbytes)
+    monkeypatch.setattr(experts_module, "PIECE", nbytes)
+
+
 @pytest.fixture
 def small(store, monkeypatch):
-    "Bytes of a slot through which the store's experts pass four rows at a time."
-    monkeypatch.setattr(experts_module, "PIECE", 64)
+    "Bytes of a slot through which the store's experts pass, 48 of 64 and 64 of 96 rows at a time."
+    in_pieces_of(monkeypatch, 48 * 48)
     nbytes = passing_bytes(store.extents(0, 0))
     assert nbytes < slot_bytes(store.extents(0, 0))
     return nbytes
 
 
-def consume(experts, store, L, ids, use=lambda: None):
-    "Request and take all; the ids in the order in which they came."
-    layer, order = experts.layer(L), []
-    layer.request(sorted(ids))
-    for e, expert in layer.arrivals():
+@pytest.fixture(params=["compiled", "from Python", "buffered"])
+def way(request, monkeypatch):
+    "How the rows of what arrives are read."
+    if request.param == "from Python":
+        monkeypatch.setattr(experts_module, "COMPILED_READS", False)
+    if request.param == "buffered":
+        monkeypatch.setattr(trunk_module, "_DIRECT", 0)
+    return request.param
+
+
+def consume(experts, store, L, ids, threads=1, use=lambda: None):
+    "Request and have the readers compare; the ids in the order in which they came."
+    order, running, lock = [], [], threading.Lock()
+
+    def work(e, expert):
+        with lock:
+            running.append(e)
+            assert len(running) <= threads, f"{len(running)} calls at a time, {threads} allowed"
         store.check(L, e, expert)
         use()
-        store.check(L, e, expert, " after its use")
-        order.append(e)
-    assert sorted(order) == sorted(ids), f"requested {sorted(ids)}, arrived {sorted(order)}"
+        whole = expert.expert() if isinstance(expert, Arriving) else expert
+        if whole is not None:
+            store.check_bytes(L, e, whole, " after its use")
+        with lock:
+            running.remove(e)
+            order.append(e)
+
+    experts.layer(L).request(sorted(ids))
+    experts.each(work, threads)
+    assert not running, "each() has returned before its calls"
+    assert sorted(order) == sorted(ids), f"requested {sorted(ids)}, called for {sorted(order)}"
     return order
 
 
+def until(true, seconds=5):
+    "Wait for something to become true, and a little longer for what should not happen."
+    deadline = time.time() + seconds
+    while not true() and time.time() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.02)
+
+
 def close(experts):
+    "End them; every slot is free or has its expert."
+    with experts._turn:
+        experts._abandon()
+    assert sorted([*experts._free, *(slot for slot, _ in experts._resident.values())]) == list(range(len(experts._memory))), (
+        "a slot was lost or counted twice")
     experts.close()
     experts.files.close()
 
+
+# How an expert lies in its file, and how it is read whole
 
 def test_adjacent_tensors_are_one_read():
     def at(file, *offsets):
@@ -146,19 +227,118 @@ def test_an_expert_is_read_into_one_slot_however_it_lies(tmp_path, scattered):
     files.close()
 
 
-def test_fifty_runs_of_shuffled_arrivals(tmp_path):
-    "Readers that sleep at random, poisoned slots, one slot to more than all: right bytes before and after use, each expert once."
-    orders = set()
+# Multiplied as it arrives
+
+@pytest.mark.parametrize("piece", [1, 16 * 48, 48 * 48, 64 * 48])
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_arrives_has_the_product_of_the_whole(tmp_path, monkeypatch, way, kept, piece):
+    "At any offset, row by row, in pieces of which the last is not full, and at once: the bytes of the product, and of what is kept."
+    in_pieces_of(monkeypatch, piece)
+    for gap in (0, 1, 4095, 4077):
+        store, files = Store(tmp_path, gap % 2 == 0, gap, layers=1, experts=3, gap=gap), Files()
+        for e in range(3):
+            extents = store.extents(0, e)
+            slot = aligned(10 * PAGE + slot_bytes(extents))[:slot_bytes(extents) if kept else passing_bytes(extents)]
+            slot[:] = 0xEE
+            arriving = Arriving(files, extents, slot)
+            assert arriving.width == WIDTH and arriving.expert() is None
+            store.check(0, e, arriving)
+            assert (arriving.expert() is not None) == kept
+            assert files.bytes_read["experts"] == (e + 1) * SIZE, "every byte is counted once"
+        files.close()
+
+
+def test_rows_are_read_by_compiled_code_where_that_can(store, small, way):
+    "Python reads three scales an expert; and each piece only where it must."
+    count, files = [], Files()
+    read, files.read = files.read, lambda *args: [count.append(args), read(*args)][1]
+    store.check(0, 0, Arriving(files, store.extents(0, 0), aligned(small)))
+    direct = COMPILED_READS and way == "compiled" and File(store.where[0, 0, "w1"].file).how == "direct"
+    assert len(count) == 3 + (0 if direct else 2 + 2 + 2), f"{way}: {len(count)} reads from Python"
+    assert files.bytes_read["experts"] == SIZE
+    files.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3 * PAGE), st.integers(0, PAGE), st.booleans(), st.booleans(), st.integers(1, 5))
+def test_whatever_arrives_fits_its_slot(tmp_path_factory, latent, width, piece, gap, kept, scattered, tokens):
+    "Compiled reads do not look where the slot ends: nothing behind it is touched."
+    shapes = shapes_of(32 * latent, 32 * width)
+    store = Store(tmp_path_factory.mktemp("one"), scattered, gap, shapes, 1, 1, gap)
+    z = np.random.default_rng(gap).standard_normal((tokens, 32 * latent)).astype(np.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        in_pieces_of(patch, piece)
+        nbytes = (slot_bytes if kept else passing_bytes)(store.extents(0, 0))
+        memory, files = aligned(nbytes + 2 * PAGE), Files()
+        memory[:] = 0xEE
+        arriving = Arriving(files, store.extents(0, 0), memory[:nbytes])
+        assert product(arriving, z).tobytes() == product(store.whole(0, 0), z).tobytes()
+        assert (memory[nbytes:] == 0xEE).all(), "bytes behind the slot were written"
+        if kept:
+            store.check_bytes(0, 0, arriving.expert())
+        files.close()
+
+
+def test_a_slot_that_is_too_small_is_refused(store, small):
+    "By an error, before compiled code writes behind its end."
+    extents = store.extents(0, 0)
+    Arriving(None, extents, np.zeros(small, np.uint8))
+    with pytest.raises(ValueError, match=f"passes through a slot of {small} bytes, this one has {small - 1}"):
+        Arriving(None, extents, np.zeros(small - 1, np.uint8))
+    experts = make(store, 2, nbytes=PAGE)
+    with pytest.raises(ValueError, match="passes through a slot"):
+        consume(experts, store, 0, [1])
+    close(experts)
+
+
+@pytest.mark.parametrize("short, first, rows", [("w1_scale", 0, 64), ("w1", 0, 48), ("w1", 48, 16), ("w3_scale", 0, 64), ("w2_scale", 0, 96), ("w2", 64, 32)])
+def test_a_file_that_ends_too_early(store, small, way, short, first, rows):
+    "The message names the file, where it ends, and the bytes of the scales or of the piece that are not there."
+    extent, last = store.where[1, EXPERTS - 1, short], (1, EXPERTS - 1)
+    row = SHAPES[short][1]
+    begin, end = extent.offset + first * row, extent.offset + (first + rows) * row
+    copy = extent.file + ".cut"
+    with open(extent.file, "rb") as file, open(copy, "wb") as cut:
+        cut.write(file.read()[:end - 1])
+    extents = [x._replace(file=copy) if x == extent else x for x in store.extents(*last)]
+    for nbytes in (small, slot_bytes(extents)):
+        files, out = Files(), np.full((3, SHAPES[short.removesuffix("_scale")][0]), 7, np.float32)
+        arriving = Arriving(files, extents, aligned(nbytes)[:nbytes])
+        with pytest.raises(CheckpointError, match=rf"layer1.bin.cut: ends at byte {end - 1}, but bytes {begin} to {end} are needed"):
+            product(arriving)
+        name = short.removesuffix("_scale")
+        with pytest.raises(CheckpointError):
+            arriving.multiply(name, halved(np.ones((3, 2 * SHAPES[name][1]), np.float32)), out)
+        assert (out[:, :first] != 7).all() and (out[:, first:] == 7).all(), "rows before the piece that is missing, and no others"
+        assert arriving.expert() is None
+        files.close()
+
+
+# Any number of slots, any order
+
+@pytest.mark.parametrize("passing", [False, True])
+def test_fifty_runs_have_the_same_bytes(tmp_path, monkeypatch, passing):
+    "Readers that sleep at random, poisoned slots, one slot to more than all: right bytes before and after use, each expert once, one sum."
+    in_pieces_of(monkeypatch, 48 * 48)
+    stores = [Store(tmp_path, scattered, 1, name=f"{scattered}-") for scattered in (False, True)]
+    orders, sums, z = set(), set(), np.random.default_rng(8).standard_normal((4, LATENT)).astype(np.float32)
+    ids = np.random.default_rng(9).permuted(np.tile(np.arange(EXPERTS, dtype=np.int32), (4, 1)), axis=1)[:, :5].copy()
+    weights = np.random.default_rng(10).random((4, 5)).astype(np.float32)
     for run in range(50):
-        rng = random.Random(run)
-        store = Store(tmp_path, run % 2 == 1, run)
-        experts = make(store, rng.choice([1, 2, 5, 40]), rng.choice([1, 2, 4]), Slow(run), Poisoned)
+        rng, store = random.Random(run), stores[run % 2]
+        nbytes = passing_bytes(store.extents(0, 0)) if passing else None
+        experts = make(store, rng.choice([1, 2, 5, 40]), rng.choice([1, 2, 4]), Slow(run, 2e-4), Poisoned, nbytes)
         for _ in range(2):
             for L in range(LAYERS):
-                order = consume(experts, store, L, rng.sample(range(EXPERTS), rng.randint(1, 8)), lambda: time.sleep(rng.random() * 2e-4))
+                some, threads = rng.sample(range(EXPERTS), rng.randint(1, 8)), rng.choice([1, 2, 9])
+                order = consume(experts, store, L, some, threads, lambda: time.sleep(rng.random() * 2e-4))
                 orders.add(order == sorted(order))
+        experts.layer(2).request(np.unique(ids).tolist())
+        sums.add((run % 2, routed_sum(experts.layer(2), z, ids, weights, 4, 25).tobytes()))
+        assert not (passing and experts.hits)
         close(experts)
-    assert orders == {True, False}, "all arrivals came in the order of their ids: nothing was shuffled"
+    assert orders == {True, False}, "all came in the order of their ids: nothing was shuffled"
+    assert len(sums) == 2, "one sum for each store"
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
@@ -171,14 +351,49 @@ def test_fewer_slots_than_experts(store, slots):
     close(experts)
 
 
-def test_hits_were_resident_before_the_request(store):
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("passing", [False, True])
+def test_so_many_calls_at_a_time(store, small, passing, threads):
+    "As many as allowed, and no more, however many readers there are."
+    experts = make(store, 6, 6, nbytes=small if passing else None)
+    experts.request(1, range(8))
+    now, most, lock = [0], [0], threading.Lock()
+
+    def work(e, expert):
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(5e-3)
+        store.check(1, e, expert)
+        with lock:
+            now[0] -= 1
+
+    experts.each(work, threads)
+    assert most[0] == threads
+    close(experts)
+
+
+def test_a_layer_lets_any_reader_multiply_once_all_cores_are_to_be_used(store):
+    seen = []
+    experts = make(store, 2)
+    experts.each = lambda work, threads: seen.append(threads)
+    for threads in (1, CORES, CORES + 1):
+        experts.layer(0).each(None, threads)
+    assert seen == [at_once(threads) for threads in (1, CORES, CORES + 1)]
+    close(experts)
+
+
+# What is kept, and what counts as a hit
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_hits_were_resident_before_the_request(store, threads):
     "Fetched for this request is no hit, however early it came; resident since an earlier one is; the least recently used goes first."
-    experts = make(store, 4, readers=1)
+    experts = make(store, 4, readers=threads)
     told = []
 
     def step(L, ids):
         before = experts.hits
-        consume(experts, store, L, ids)
+        consume(experts, store, L, ids, threads)
         told.append(experts.hits - before)
 
     step(0, [0, 1, 2, 3])   # nothing there yet
@@ -189,6 +404,17 @@ def test_hits_were_resident_before_the_request(store):
     step(0, [0, 1, 2, 3])   # and nothing is left
     assert told == [0, 4, 0, 2, 0, 0], told
     assert (experts.requests, experts.hits) == (22, 6)
+    assert experts.files.bytes_read["experts"] == 16 * SIZE, "what is a hit is not read"
+    close(experts)
+
+
+def test_what_was_kept_as_it_arrived_is_a_hit(store, small):
+    experts, kinds = make(store, 4, kind=Late), []
+    for kind in (Arriving, Expert):
+        experts.request(0, range(4))
+        experts.each(lambda e, expert: kinds.append((type(expert), store.check(0, e, expert))), 2)
+        assert [k for k, _ in kinds[-4:]] == [kind] * 4
+    assert experts.hits == 4 and experts.files.bytes_read["experts"] == 4 * SIZE
     close(experts)
 
 
@@ -210,123 +436,225 @@ def test_a_requested_expert_that_is_resident_is_not_evicted_by_its_neighbours(st
     consume(experts, store, 0, [9])
     consume(experts, store, 0, [3])
     experts.request(0, [1, 2, 5, 9])
-    deadline = time.time() + 2
-    while len(experts._ready) < 2 and time.time() < deadline:
-        time.sleep(0.001)
-    time.sleep(0.02)
-    seen = [(e, store.check(0, e, expert)) for e, expert in experts.arrivals()]
-    assert sorted(e for e, _ in seen) == [1, 2, 5, 9] and seen[0][0] == 9
+    until(lambda: len(experts._ready) == 2)
+    seen = []
+    experts.each(lambda e, expert: seen.append((e, store.check(0, e, expert))), 1)
+    assert sorted(e for e, _ in seen) == [1, 2, 5, 9]
+    assert experts.hits == 1
+    close(experts)
+
+
+def test_what_is_in_use_keeps_its_slot(store):
+    "One call lingers over its expert while the other reader works through the rest of the request."
+    experts = make(store, 2, readers=2, kind=Poisoned)
+    for ids in ([0, 1, 2, 3, 4, 5], [5, 6, 7, 8, 9]):
+        experts.request(0, ids)
+        done, first = [], threading.Event()
+
+        def work(e, expert):
+            lingers = not first.is_set() and not first.set()
+            store.check(0, e, expert)
+            if lingers:
+                until(lambda: len(done) == len(ids) - 1)
+                whole = expert.expert() if isinstance(expert, Arriving) else expert
+                store.check_bytes(0, e, whole, " while others were fetched")
+            done.append(e)
+
+        experts.each(work, 2)
+        assert sorted(done) == ids and len(experts._resident) == 2
+    close(experts)
+
+
+def test_what_was_multiplied_in_part_is_not_kept(store):
+    "A call that takes one matrix of three, or none, leaves a slot that holds no expert."
+    experts = make(store, 3, kind=Late)
+
+    def lazy(e, expert):
+        for name in MATRICES[:e]:
+            expert.multiply(name, halved(np.ones((1, 2 * SHAPES[name][1]), np.float32)), np.empty((1, SHAPES[name][0]), np.float32))
+
+    experts.request(0, range(4))
+    experts.each(lazy, 2)
+    assert [*experts._resident] == [(0, 3)] and len(experts._free) == 2
+    consume(experts, store, 0, range(4))
     assert experts.hits == 1
     close(experts)
 
 
 def test_reading_starts_with_the_request(store):
-    "Nobody has asked for an arrival yet, and the bytes are already on their way: as many as there are slots."
+    "Nobody waits for an expert yet, and the bytes are already on their way: as many as there are slots that keep."
     experts = make(store, 3)
     experts.request(0, range(8))
-    size, deadline = sum(x.nbytes for x in store.extents(0, 0)), time.time() + 5
-    while experts.files.bytes_read["experts"] < 3 * size and time.time() < deadline:
-        time.sleep(0.001)
-    time.sleep(0.02)
-    assert experts.files.bytes_read["experts"] == 3 * size
+    until(lambda: experts.files.bytes_read["experts"] >= 3 * SIZE)
+    assert experts.files.bytes_read["experts"] == 3 * SIZE
+    consume(experts, store, 0, range(8))
+    assert experts.files.bytes_read["experts"] == 8 * SIZE and experts.hits == 3  # the first request was replaced
     close(experts)
 
 
-@pytest.mark.parametrize("taken", [0, 1, 3, 8])
-def test_an_interrupted_request_leaves_nothing_behind(store, taken):
-    experts = make(store, 3, files=Slow(taken), kind=Poisoned)
-    kept = []
+def test_what_passes_is_read_when_it_is_multiplied_and_not_kept(store, small):
+    experts = make(store, 3, nbytes=small)
+    experts.request(0, range(8))
+    until(lambda: experts.files.bytes_read["experts"], 0.02)
+    assert experts.files.bytes_read["experts"] == 0
+    for n in (1, 2):
+        consume(experts, store, 0, range(8))
+        assert experts.files.bytes_read == {"trunk": 0, "other": 0, "experts": 8 * n * SIZE}
+    assert experts.hits == 0 and experts.requests == 24
+    close(experts)
+
+
+# What goes wrong
+
+@pytest.mark.parametrize("taken", [0, 1, 3, 7])
+@pytest.mark.parametrize("passing", [False, True])
+def test_an_interrupted_request_leaves_nothing_behind(store, small, passing, taken):
+    "Whether the caller never looked, or a call has failed: no call runs on, and the next request has its own experts only."
+    experts = make(store, 3, files=Slow(taken), kind=Poisoned, nbytes=small if passing else None)
     for L in (0, 1, 0, 2):
-        layer = experts.layer(L)
-        layer.request(range(8))
-        arrivals = layer.arrivals()
-        for _ in range(taken):
-            next(arrivals)
-        kept.append(arrivals)  # alive, as in a traceback somebody keeps
-        consume(experts, store, L, [1, 2, 10, 11])
-    assert len(experts._free) + len(experts._resident) == 3, "a slot was lost or counted twice"
-    for arrivals in kept:
-        if taken != 0:
-            with pytest.raises(RuntimeError, match="these arrivals belong to an earlier request"):
-                next(arrivals)
+        begun, ended, lock = [], [], threading.Lock()
+
+        def work(e, expert):
+            with lock:
+                begun.append(e)
+                if len(begun) > taken:
+                    raise ZeroDivisionError("in a call")
+            store.check(L, e, expert)
+            time.sleep(1e-3)
+            ended.append(e)
+
+        experts.layer(L).request(range(8))
+        if taken:
+            with pytest.raises(ZeroDivisionError):
+                experts.each(work, 2)
+            seen = len(begun), len(ended)
+            time.sleep(5e-3)
+            assert (len(begun), len(ended)) == seen, "a call began or ran on after each() had raised"
+        consume(experts, store, L, [1, 2, 10, 11], 2)
     close(experts)
 
 
-def test_arrivals_of_an_earlier_request_release_nothing(store):
-    "An abandoned loop ends while the next request's expert is in use: its slot must not be filled again."
-    experts = make(store, 1, kind=Poisoned)
-    experts.request(0, [4, 5])
-    stale = experts.arrivals()
-    next(stale)
-    experts.request(0, [4, 6])
-    current = experts.arrivals()
-    e, expert = next(current)
-    stale.close()
+@pytest.mark.parametrize("passing", [False, True])
+def test_a_keyboard_interrupt_waits_for_the_calls_and_the_next_request_works(store, small, passing):
+    experts = make(store, 3, nbytes=small if passing else None)
+    running = []
+
+    def work(e, expert):
+        running.append(e)
+        if len(running) == 1:
+            _thread.interrupt_main()
+        time.sleep(0.01)
+        store.check(0, e, expert)
+        running.remove(e)
+
+    experts.request(0, range(8))
+    with pytest.raises(KeyboardInterrupt):
+        experts.each(work, 2)
+    assert not running, "calls go on after each() has raised"
+    consume(experts, store, 1, range(8), 2)
+    close(experts)
+
+
+def test_an_interrupt_before_anyone_waits_leaves_no_call_behind(store):
+    experts = make(store, 3)
+    notify_all, calls = experts._work.notify_all, []
+
+    def interrupted():
+        experts._work.notify_all = notify_all
+        raise KeyboardInterrupt
+
+    experts.request(0, range(3))
+    experts._work.notify_all = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        experts.each(lambda e, expert: calls.append(e), 2)
+    seen = len(calls)
+    experts.request(1, range(8))
     time.sleep(0.02)
-    store.check(0, e, expert, " after an earlier loop has ended")
-    rest = [(e, store.check(0, e, expert)) for e, expert in current]
-    assert {e, *(e for e, _ in rest)} == {4, 6}
+    assert len(calls) == seen, "a call of an earlier request took experts of this one"
+    consume(experts, store, 1, range(8))
     close(experts)
 
 
-def test_a_reader_s_error_reaches_the_consumer_and_the_next_request_works(store):
+@pytest.mark.parametrize("passing", [False, True])
+def test_a_read_error_reaches_the_caller_and_the_next_request_works(store, small, passing):
+    "As long as the file is short, every request that needs its end fails, and no other; what failed half-way is not resident."
+    experts = make(store, 2, nbytes=small if passing else None)
     path = store.where[1, 0, "w1"].file
     with open(path, "rb") as file:
         whole = file.read()
-    last = store.extents(1, EXPERTS - 1)
-    begin = last[0].offset
-    experts = make(store, 2)
-    os.truncate(path, begin + 100)
+    cut = store.where[1, EXPERTS - 1, "w2"].offset + 3
+    os.truncate(path, cut)
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=rf"layer1.bin: ends at byte {begin + 100}, but bytes {begin} to \d+ are needed"):
-            consume(experts, store, 1, [EXPERTS - 1, 0, 1])
-        consume(experts, store, 0, range(6))
+        with pytest.raises(CheckpointError, match=rf"layer1.bin: ends at byte {cut}, but bytes \d+ to \d+ are needed"):
+            consume(experts, store, 1, [EXPERTS - 1, 0, 1, 2, 3], 2)
+        assert (1, EXPERTS - 1) not in experts._resident
+        consume(experts, store, 0, range(6), 2)
     with open(path, "wb") as file:
         file.write(whole)
-    experts.close()
-    experts = make(store, 2)
+    close(experts)
+    experts = make(store, 2, nbytes=small if passing else None)
     consume(experts, store, 1, [EXPERTS - 1, 0, 1])
     close(experts)
 
 
 def test_an_error_is_raised_whatever_it_is(store):
-    "A bug in finding an expert's extents must not leave the consumer waiting."
+    "A bug in finding an expert's extents ends no reader: it is the caller who hears of it."
     def lost(L, e):
-        raise KeyError(f"expert {e}")
+        if e >= 3:
+            raise KeyError(f"expert {e}")
+        return store.extents(L, e)
 
-    experts = Experts(lost, Files(), 2, 4 * PAGE, 2)
-    with pytest.raises(KeyError, match="expert 3"):
-        experts.request(0, [3])
-        next(experts.arrivals())
-    close(experts)
+    for ids in ([3], [1, 3], [1, 2, 3, 4, 5]):
+        experts = Experts(lost, Files(), 2, slot_bytes(store.extents(0, 0)), 2)
+        for pause in (0, 0.02):
+            with pytest.raises(KeyError, match="expert [345]"):
+                experts.request(0, ids)
+                time.sleep(pause)
+                experts.each(lambda e, expert: None, 1)
+        consume(experts, store, 0, [0, 1, 2])
+        close(experts)
 
 
-def test_closing_wakes_whoever_waits(store):
-    gate = threading.Event()
+class Stuck(Files):
+    "Files whose reads wait for a gate."
 
-    class Stuck(Files):
-        def read(self, *args):
-            gate.wait()
-            return super().read(*args)
+    def __init__(self):
+        super().__init__()
+        self.gate, self.waits = threading.Event(), threading.Event()
 
-    experts, raised = make(store, 2, files=Stuck()), []
+    def read(self, *args):
+        self.waits.set()
+        assert self.gate.wait(10)
+        return super().read(*args)
+
+
+@pytest.mark.parametrize("passing", [False, True])
+def test_closing_wakes_whoever_waits(store, small, passing):
+    "At once while an expert is fetched; when the call has ended, while one is multiplied: the caller's arrays are in use until then."
+    files = Stuck()
+    experts, raised = make(store, 2, 1, files, nbytes=small if passing else None), []
+    experts.request(0, [1, 2])
 
     def wait():
         try:
-            consume(experts, store, 0, [1])
+            experts.each(lambda e, expert: store.check(0, e, expert), 1)
         except RuntimeError as error:
             raised.append(str(error))
 
-    consumer = threading.Thread(target=wait)
-    consumer.start()
+    if not passing:
+        assert files.waits.wait(5)
+    caller = threading.Thread(target=wait)
+    caller.start()
+    assert files.waits.wait(5)
     time.sleep(0.02)
     closer = threading.Thread(target=experts.close)
     closer.start()
-    consumer.join(5)
-    assert not consumer.is_alive() and raised == ["the experts are closed"]
-    gate.set()
+    caller.join(0.1 if passing else 5)
+    assert caller.is_alive() == passing
+    files.gate.set()
+    caller.join(5)
     closer.join(5)
-    assert not closer.is_alive()
+    assert raised == ["the experts are closed"] and not caller.is_alive() and not closer.is_alive()
 
 
 def test_what_cannot_be_requested(store):
@@ -344,10 +672,10 @@ def test_what_cannot_be_requested(store):
         make(store, 2, readers=0)
 
 
+# The account
+
 def test_waiting_is_counted(store):
-    experts = make(store, 4, readers=1, files=Slow(0))
-    experts.files.random = type("Always", (), {"random": staticmethod(lambda: 1.0)})()
-    experts.files.most = 0.02
+    experts = make(store, 4, readers=1, files=always(0.02))
     consume(experts, store, 0, [1])
     assert experts.wait_seconds >= 0.039
     before = experts.wait_seconds
@@ -356,197 +684,32 @@ def test_waiting_is_counted(store):
     close(experts)
 
 
-# Multiplied by the readers
-
-def each(experts, store, L, ids, threads=2, use=lambda: None):
-    "Request and have the readers compare; returns the ids in the order in which they came."
-    layer, order, running, most, lock = experts.layer(L), [], [0], [0], threading.Lock()
-    layer.request(sorted(ids))
-
-    def work(e, expert):
-        with lock:
-            running[0] += 1
-            most[0] = max(most[0], running[0])
-        store.check(L, e, expert)
-        use()
-        if not isinstance(expert, Passing):
-            store.check(L, e, expert, " after its use")
-        with lock:
-            running[0] -= 1
-            order.append(e)
-
-    layer.each(work, threads)
-    assert running[0] == 0, "each() has returned before its calls"
-    assert sorted(order) == sorted(ids), f"requested {sorted(ids)}, called for {sorted(order)}"
-    return most[0]
-
-
-def test_fifty_runs_of_experts_multiplied_where_they_were_read(tmp_path, monkeypatch):
-    "Whole or in pieces, few slots or many, slow readers, poisoned slots, taking and calling in turn."
-    monkeypatch.setattr(experts_module, "PIECE", 64)
-    for run in range(50):
-        rng = random.Random(run)
-        store = Store(tmp_path, run % 2 == 1, run)
-        nbytes = passing_bytes(store.extents(0, 0)) if run % 3 else None
-        threads, slots = rng.choice([1, 2]), rng.choice([1, 2, 5, 40])
-        experts = make(store, slots, rng.choice([1, 2, 4]), Slow(run, 1e-4), Poisoned, nbytes)
-        for number in range(2):
-            for L in range(LAYERS):
-                ids = rng.sample(range(EXPERTS), rng.randint(1, 8))
-                if number + L == 2:
-                    consume(experts, store, L, ids)
-                else:
-                    most = each(experts, store, L, ids, threads, lambda: time.sleep(rng.random() * 2e-4))
-                    assert nbytes or most <= threads, f"{most} calls at a time, {threads} allowed"
-        assert not (nbytes and experts.hits)
-        close(experts)
-
-
-def test_hits_are_counted_whoever_multiplies(store):
-    experts = make(store, 4)
-    for ids, hits in (([0, 1, 2, 3], 0), ([0, 1, 2, 3], 4), ([2, 3, 4, 5], 6), ([2, 3, 4, 5], 10)):
-        each(experts, store, 0, ids)
-        assert experts.hits == hits
-    close(experts)
-
-
-def test_what_passes_is_begun_with_the_request_and_not_kept(store, small):
-    experts, size = make(store, 3, nbytes=small), sum(x.nbytes for x in store.extents(0, 0))
-    first = sum(store.where[0, 0, short].nbytes for short in ("w1_scale",)) + 4 * SHAPES["w1"][1]
-    experts.request(0, range(8))
-    deadline = time.time() + 5
-    while experts.files.bytes_read["experts"] < 3 * first and time.time() < deadline:
-        time.sleep(0.001)
-    time.sleep(0.02)
-    assert experts.files.bytes_read["experts"] == 3 * first, "each of three slots holds the beginning of an expert"
-    for _ in range(2):
-        each(experts, store, 0, range(8))
-    assert experts.hits == 0 and experts.requests == 24
-    assert experts.files.bytes_read["experts"] == 16 * size + 3 * first  # the first request was replaced
-    close(experts)
-
-
-def test_pieces_are_multiplied_on_as_many_threads_as_allowed(store, small):
-    "Four readers let experts pass; a block is out on one thread at a time."
-    experts = make(store, 4, 4, nbytes=small)
-    experts.request(1, range(8))
-    out, most, lock = [0], [0], threading.Lock()
-
-    def work(e, expert):
-        for _ in expert.blocks("w1"):
-            with lock:
-                out[0] += 1
-                most[0] = max(most[0], out[0])
-            time.sleep(1e-3)
-            with lock:
-                out[0] -= 1
-
-    experts.each(work, 1)
-    assert most[0] == 1
-    close(experts)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 400))
-def test_whatever_passes_fits_its_slot(latent, width, piece):
-    def extent(*shape):
-        return Extent("f", 4095, shape[0] * shape[1], "U8", shape)
-    a, b = extent(32 * width, 16 * latent), extent(32 * latent, 16 * width)
-    extents = [a, extent(32 * width, latent), b, extent(32 * latent, width), a, extent(32 * width, latent)]
-    before, experts_module.PIECE = experts_module.PIECE, piece * PAGE
-    try:
-        slot = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), (passing_bytes(extents),), (0,))
-        passing = Passing(None, extents, slot)
-        for name, scale in (("w1", extents[1]), ("w2", extents[3])):
-            reads = passing._reads(name)
-            assert sum(r.rows for r in reads) == passing.rows(name)
-            assert all(-(-(4095 + r.nbytes) // PAGE) * PAGE <= len(passing._row_slot) for r in reads)
-            assert -(-(4095 + scale.nbytes) // PAGE) * PAGE <= len(passing._scale_slot) and len(passing._scale_slot) % PAGE == 0
-    finally:
-        experts_module.PIECE = before
-
-
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("passing", [False, True])
-def test_an_error_reaches_the_caller_of_each_and_the_next_request_works(store, small, passing):
-    "Of a read and of a call; no call runs on, no slot is lost."
-    experts = make(store, 3, nbytes=small if passing else None)
-    path = store.where[1, 0, "w1"].file
-    with open(path, "rb") as file:
-        whole = file.read()
-    cut = store.where[1, EXPERTS - 1, "w2"].offset + 3
-    os.truncate(path, cut)
-    for _ in range(2):
-        with pytest.raises(CheckpointError, match=rf"layer1.bin: ends at byte {cut}, but bytes \d+ to \d+ are needed"):
-            each(experts, store, 1, [EXPERTS - 1, 0, 1, 2, 3])
-        each(experts, store, 0, range(6))
-    with open(path, "wb") as file:
-        file.write(whole)
-    begun, ended = [], []
-
-    def work(e, expert):
-        begun.append(e)
-        if len(begun) == 2:
-            raise ZeroDivisionError("in a call")
-        time.sleep(5e-3)
-        ended.append(e)
-
-    experts.request(0, range(6))
-    with pytest.raises(ZeroDivisionError):
-        experts.each(work, 2)
-    running = len(begun) - len(ended) - 1
-    time.sleep(0.01)
-    assert running == 0 and len(begun) - len(ended) == 1, "a call began or ran on after each() had raised"
-    each(experts, store, 2, range(6))
-    assert len(experts._free) + len(experts._resident) + len(experts._passing) == 3, "a slot was lost or counted twice"
-    close(experts)
-
-
-def test_closing_wakes_the_caller_of_each(store):
-    gate = threading.Event()
-
-    class Stuck(Files):
-        def read(self, *args):
-            gate.wait()
-            return super().read(*args)
-
-    experts, raised = make(store, 2, files=Stuck()), []
+def test_waiting_and_working_are_told_apart(store, small, passing, threads):
+    "The wall is reads and products; what the processor has done, over the threads, is not waiting."
+    experts = make(store, 1, 1, always(0.005), nbytes=small if passing else None)
+    z = np.random.default_rng(0).standard_normal((4000, LATENT)).astype(np.float32)
+    product(store.whole(0, 0), z)
     experts.request(0, [1, 2])
-
-    def wait():
-        try:
-            experts.each(lambda e, expert: None, 1)
-        except RuntimeError as error:
-            raised.append(str(error))
-
-    consumer = threading.Thread(target=wait)
-    consumer.start()
-    time.sleep(0.02)
-    closer = threading.Thread(target=experts.close)
-    closer.start()
-    consumer.join(5)
-    assert not consumer.is_alive() and raised == ["the experts are closed"]
-    gate.set()
-    closer.join(5)
-    assert not closer.is_alive()
-
-
-@pytest.mark.parametrize("passing", [False, True])
-def test_waiting_and_working_are_told_apart(store, small, passing):
-    experts = make(store, 1, 1, Slow(0, 0), nbytes=small if passing else None)
-    experts.files.random = type("Always", (), {"random": staticmethod(lambda: 1.0)})()
-    experts.files.most = 0.005  # twice a read
-    experts.files.log = []
-
-    def work(e, expert):
-        for name in ("w1", "w3", "w2") if passing else ("w1",):
-            for _ in expert.blocks(name) if passing else (0,):
-                time.sleep(0.02)
-
+    if not passing:
+        until(lambda: experts._ready)
     began = time.perf_counter()
-    experts.request(0, [1, 2])
-    experts.each(work, 1)
-    wall = time.perf_counter() - began
-    worked = sum(e.ended - e.began for e in experts.files.log if e.what == "arithmetic")
-    assert len([e for e in experts.files.log if e.what == "arithmetic"]) == (2 * (6 + 6 + 8) if passing else 2)
-    assert 0.01 <= experts.wait_seconds <= wall - worked + 0.01, f"{experts.wait_seconds} s of {wall} s waiting, {worked} s at work"
+    experts.each(lambda e, expert: product(expert, z), threads)
+    wall, busy = time.perf_counter() - began, experts.files.seconds["arithmetic"]
+    assert busy > 1e-3, "eight thousand products of an expert take longer than that"
+    assert abs(experts.wait_seconds - (wall - busy / min(threads, CORES))) < 5e-3, f"{experts.wait_seconds} s of {wall} s waiting, {busy} s at work"
+    assert experts.wait_seconds >= (0.06 if passing else 0.01)
+    close(experts)
+
+
+def test_the_log_tells_reads_from_products(store, small):
+    experts = make(store, 1, 1, nbytes=small)
+    experts.files.log = []
+    consume(experts, store, 0, [1, 2])
+    read = [e.nbytes for e in experts.files.log if e.what == "experts"]
+    assert sum(read) == 2 * SIZE
+    assert sum(e.nbytes for e in experts.files.log if e.what == "arithmetic") == 2 * sum(SHAPES[n][0] * SHAPES[n][1] for n in MATRICES)
+    assert all(e.began <= e.ended for e in experts.files.log)
+    assert all(a.ended <= b.began + 1e-6 for a, b in zip(experts.files.log, experts.files.log[1:])), "one reader does one thing at a time"
     close(experts)

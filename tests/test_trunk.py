@@ -395,6 +395,23 @@ def test_readers_run_ahead_of_the_arithmetic_and_no_further_than_the_slots(tmp_p
     trunk.close()
 
 
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+def test_no_more_blocks_wait_than_may(tmp_path, ahead):
+    tensors = some_tensors()
+    checkpoint, files = write_model(tmp_path / "m", tensors), Files()
+    trunk = make_trunk(checkpoint, tensors, files, slots=6, readers=3, ahead=ahead)
+    reads, resident = trunk.ring.reads, sum(checkpoint.extent(name).nbytes for name in trunk.resident)
+    deadline, expected = time.time() + 5, sum(r.nbytes for r in reads[:ahead])
+    while files.bytes_read["trunk"] - resident < expected and time.time() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.02)
+    assert files.bytes_read["trunk"] - resident == expected
+    for number in range(3):
+        each_pass(trunk, tensors, random.Random(number))
+        one_pass(trunk, tensors)
+    trunk.close()
+
+
 @pytest.mark.parametrize("slots", [1, 2, 40])
 @pytest.mark.parametrize("pinned", [(), ("a", "heads"), ("a", "b", "c", "heads", "d", "e")])
 def test_any_ring_and_any_pinned_part_give_the_same_bytes(tmp_path, slots, pinned):

@@ -828,11 +828,11 @@ def halved(x):
     return halves
 
 
-def check_fit(packed, scale, k, out):
-    "Raise ValueError unless arrays or extents `packed` [n, k/2] and `scale` [n, k/32] take rows of `k` to `out` [T, n]. The kernels do not look."
+def check_fit(packed, scale, x_shape, out):
+    "Raise ValueError unless arrays or extents `packed` [n, k/2] and `scale` [n, k/32] take x [T, k] to `out` [T, n]. The kernels do not look."
     n, groups = scale.shape
-    if packed.shape != (n, groups * 16) or k != groups * GROUP or out.shape[1] != n:
-        raise ValueError(f"mxfp4_matmul: packed {packed.shape}, scale {scale.shape}, {k} numbers a token and out {out.shape} do not fit")
+    if packed.shape != (n, groups * 16) or x_shape != (len(out), groups * GROUP) or out.shape[1] != n:
+        raise ValueError(f"mxfp4_matmul: packed {packed.shape}, scale {scale.shape}, x {x_shape} and out {out.shape} do not fit")
 
 
 def mxfp4_matmul(packed, scale, x, out):
@@ -841,9 +841,7 @@ def mxfp4_matmul(packed, scale, x, out):
     W is never unpacked in memory. Lane l of a row's accumulator takes elements 2l and 2l+1 of every group, group
     after group, so the bits of out[t, r] depend on row r and token t alone. Returns `out`.
     """
-    check_fit(packed, scale, x.shape[1], out)
-    if len(out) != len(x):
-        raise ValueError(f"mxfp4_matmul: x {x.shape} and out {out.shape} do not fit")
+    check_fit(packed, scale, x.shape, out)
     _matmul(packed, scale, halved(x), out)
     return out
 

@@ -198,6 +198,9 @@ print("shared path against float64, within 1e-5:", True)
 #
 # An expert is six byte arrays. Its products run on the packed form of 1.2: unpacked to float32 it would be 7.5 times as large,
 # and would have to be written and read again for every token that wants it.
+#
+# An expert is asked for two things only, its width and the product of one of its matrices. One that is still on its way from the disk (5.4)
+# can answer both. Each product runs on the thread that asks: there are sixteen experts a layer to share among the threads.
 
 # %% tags=["export"]
 class Expert(NamedTuple):
@@ -218,7 +221,7 @@ class Expert(NamedTuple):
     def multiply(self, name, halves, out):
         "out float32 [m, n] = x W^T for W one of w1, w2 and w3, on the calling thread; `halves` is mxfp4.halved(x)."
         packed, scale = getattr(self, name), getattr(self, name + "_scale")
-        check_fit(packed, scale, GROUP * halves.shape[1], out)
+        check_fit(packed, scale, (len(halves), GROUP * halves.shape[1]), out)
         mxfp4_rows(packed, scale, halves, out, 0)
 
 
@@ -278,6 +281,7 @@ assert len(sums) > 1
 # %% [markdown]
 # So an answer is kept until all are there, and the sum runs in rank order. The (token, rank) pairs of a chunk are sorted by
 # expert: the tokens of one expert become neighbouring rows, written by one product, and `place` says where each pair went.
+# Those rows belong to that expert alone, so `each` may call for several experts at once, on any thread.
 
 # %% tags=["export"]
 @njit(**KERNEL)

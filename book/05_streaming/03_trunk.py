@@ -447,13 +447,13 @@ class Ring:
 
     A block leaves in one of two ways: take() hands it to the caller, in order, until it is released; each() has the readers
     themselves call a function on the blocks of a matrix. Blocks are numbered once and for all, across passes and rewinds:
-    whoever gives back a block of an interrupted pass gives back nothing.
+    whoever gives back a block of an interrupted pass gives back nothing. `ahead`: most blocks that wait in their slots, all if None.
     """
 
-    def __init__(self, files, reads, slots, slot_bytes, readers):
+    def __init__(self, files, reads, slots, slot_bytes, readers, ahead=None):
         if slots < 1 or readers < 1:
             raise ValueError(f"a ring of {slots} slots and {readers} readers moves nothing")
-        self.files, self.reads, self.slots = files, reads, slots
+        self.files, self.reads, self.slots, self.ahead = files, reads, slots, ahead or slots
         self.memory = [aligned(slot_bytes) for _ in range(slots)]
         self.wait_seconds = 0.0
         self._turn = threading.Lock()
@@ -478,6 +478,7 @@ class Ring:
                 self._news.wait()
             self._check_open()
             result = self._filled.pop(number)
+            self._work.notify()
             self.wait_seconds += time.perf_counter() - began
         if isinstance(result, BaseException):
             raise result
@@ -586,6 +587,8 @@ class Ring:
             number = self._issued
             if number >= self._until:
                 call = None
+            if call is None and len(self._filled) + self._busy - self._calling >= self.ahead:
+                return None
             self._issued += 1
             self._slot[number] = self._free.pop()
         else:
@@ -829,10 +832,11 @@ class Trunk:
     """Every tensor of the walk but the routed experts, resident or streamed.
 
     `walk`: tensor names in the order one pass takes them. `pinned`: matrices kept in memory. `multiples`: {name: rows that
-    must stay together}. The other matrices stream through the ring, the same list of reads every pass.
+    must stay together}. The other matrices stream through the ring, the same list of reads every pass, at most `ahead` blocks of
+    it waiting.
     """
 
-    def __init__(self, checkpoint, walk, pinned, multiples, files, parts, slots, slot_bytes, readers, progress=None):
+    def __init__(self, checkpoint, walk, pinned, multiples, files, parts, slots, slot_bytes, readers, progress=None, ahead=None):
         self.files, self.parts, self.checkpoint = files, parts, checkpoint
         self.extents = {name: checkpoint.extent(name) for name in walk}
         self.resident, self.reads = {}, {}
@@ -849,7 +853,7 @@ class Trunk:
         for name in self._order:
             self._index[name] = len(reads)
             reads += self.reads[name]
-        self.ring = Ring(files, reads, slots, slot_bytes, readers) if reads else None
+        self.ring = Ring(files, reads, slots, slot_bytes, readers, ahead) if reads else None
 
     def begin(self):
         "Start a pass: if the last one stopped half-way, the ring begins anew."
@@ -1105,9 +1109,10 @@ ax.set(xlabel="bytes in a piece, KiB", ylabel="GB a second of processor time", t
 plt.show()
 
 # %% [markdown]
-# What did not help: huge pages for the slots; a Python call a megabyte (at K3's 111 GB a token that is 110,000 calls, and two readers stand in line for one
-# interpreter); long rings, because what is read far ahead has left the cache when its turn comes. Slots go out last in, first out for the same
-# reason. What did: the compiled loop; waking a thread only when there is something for it; one visit to the lock a block instead of two.
+# What did not help: huge pages for the slots; a Python call a megabyte (at K3's 111 GB a token that is 110,000 calls, and two readers stand in
+# line for one interpreter); reading far ahead, because what waits has left the cache when its turn comes. One block ahead is enough to have
+# something to begin with, and keeps a device as busy as six. What did: the compiled loop; waking a thread only when there is something for it;
+# one visit to the lock a block instead of two; slots that go out last in, first out.
 #
 # ## 5.3.10 Why the front of the walk is pinned
 #

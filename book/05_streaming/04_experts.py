@@ -2,8 +2,8 @@
 # # 5.4 Experts: fetched when the router has spoken
 #
 # 1.446 TB of K3 are routed experts, and a token uses 1,472 of the 82,432: sixteen a layer, named by the router a moment before
-# they are needed. This chapter fetches them while other arithmetic goes on, keeps what it can, and shows how little that is.
-# At the end you can say what a byte of expert cache is worth.
+# they are needed. This chapter multiplies them while they arrive, keeps what it can, and shows how little that is.
+# At the end you can say why an expert is never read before it is multiplied, and what a byte of expert cache is worth.
 #
 # [5.3 The trunk](03_trunk.ipynb) · [contents](../README.md) · [5.5 The walk](05_model.ipynb)
 #
@@ -12,6 +12,7 @@
 # | expert | six tensors, packed weights and scales of $w_1, w_2, w_3$ | 17,547,264 bytes |
 # | working set | what one token requests | 16 × 92 experts, 25.8 GB |
 # | slot | memory that an expert is kept in, or passes through | 17.6 MB, or 1.4 |
+# | piece | rows that are read and multiplied at a time | 576 or 672 rows, 1 MB |
 # | hit | an expert that was resident *before* it was requested | |
 
 # %%
@@ -43,7 +44,7 @@ from k3lib.trunk import COMPILED_READS, CORES, PAGE, PIECE, WALL, aligned, at_on
 
 # %% tags=["parameters"]
 seed = 0
-tokens = 12  # of the trace that is replayed in 5.4.7
+tokens = 12  # of the trace that is replayed in 5.4.8
 
 # %% [markdown]
 # ## 5.4.1 One expert, as few reads as its layout allows
@@ -100,11 +101,21 @@ print("another file's 10:", runs([at(0), at(10, "other")]))
 assert runs([at(0), at(90), at(10)]) == [[0, 2], [1]]
 
 # %% [markdown]
-# ## 5.4.2 An expert may be larger than its slot
+# ## 5.4.2 Multiplied as it arrives
 #
-# To keep an expert takes a slot of 17.6 MB. But only what is kept must be whole: the rows of $w_1$ can be multiplied as they arrive, like
-# any other matrix. Through a slot with room for one matrix's scales and a megabyte of rows an expert *passes*, in the order in which
-# its product is computed. Sixteen readers' worth of such slots take less memory than two experts.
+# For one token every weight of an expert is used once, and then it is in the way. A core has a cache of its own, of one or two
+# megabytes. An expert that is read whole first goes through it and out again, and the product fetches back all 17.5 MB. A piece of a matrix
+# that is smaller than the cache, multiplied by the thread that has just read it, is still there.
+#
+# By hand, what an expert moves between a core and whatever lies outside its own cache: read, pushed out, fetched again make three times
+# 17.5 MB; piece by piece it is once, into a megabyte that is used again and again. 5.4.3 measures what that is worth.
+#
+# So a loop of compiled code reads a piece, multiplies it, reads the next, without Python in between and without the lock that Python threads
+# share. The scales are a seventeenth of the expert; those of a matrix are read before its rows.
+#
+# It also follows that an expert may be larger than its slot. Only what is kept must be whole. Through a slot with room for one matrix's
+# scales and a piece of rows an expert *passes*. Where the slot has room for all six tensors each piece is put in its own place, and when the
+# third product is done the slot holds the expert.
 
 # %% tags=["export"]
 def passing_bytes(extents):
@@ -137,15 +148,19 @@ def _stream_packed(descriptor, offset, rows, piece, slot, at, kept, scale, halve
 class Arriving:
     """An expert that has yet to be read: its matrices are multiplied while their rows come. Takes the place of an Expert in expert_mlp.
 
-    Where the slot has room for all six tensors they stay there, and expert() is the whole afterwards.
+    Where the slot has room for all six tensors they stay there, and expert() is the whole afterwards. Raises ValueError for a slot
+    through which the expert cannot even pass: compiled code does not look where a read ends.
     """
 
     def __init__(self, files, extents, slot):
+        if len(slot) < min(slot_bytes(extents), passing_bytes(extents)):
+            raise ValueError(f"an expert passes through a slot of {passing_bytes(extents)} bytes, this one has {len(slot)}")
         self.files, self.extents, self.slot = files, Expert(*extents), slot
         self.kept = len(slot) >= slot_bytes(extents)
         ends = np.cumsum([widened(e.nbytes) for e in extents]).tolist()
         rows = _scale_bytes(self.extents)
         self._places = Expert(0, *ends[:-1]) if self.kept else Expert(rows, 0, rows, 0, rows, 0)
+        self._missing = {"w1", "w2", "w3"}  # of the slot
 
     @property
     def width(self):
@@ -155,7 +170,7 @@ class Arriving:
     def multiply(self, name, halves, out):
         "As Expert's: out float32 [m, n] = x W^T for W one of w1, w2 and w3, on the calling thread, read piece by piece."
         packed, at = getattr(self.extents, name), getattr(self._places, name)
-        check_fit(packed, getattr(self.extents, name + "_scale"), GROUP * halves.shape[1], out)
+        check_fit(packed, getattr(self.extents, name + "_scale"), (len(halves), GROUP * halves.shape[1]), out)
         scale = self._read(getattr(self.extents, name + "_scale"), 0, None, getattr(self._places, name + "_scale"))
         n, row = packed.shape
         piece, pieces = pieces_of(n, row)
@@ -168,6 +183,7 @@ class Arriving:
             began, busy = time.perf_counter(), time.thread_time()
             mxfp4_rows(rows, scale[first:first + piece], halves, out, first)
             self.files.note("arithmetic", began, rows.nbytes, time.thread_time() - busy)
+        self._missing.discard(name)
 
     def _read(self, extent, first, rows, place):
         n, row = extent.shape
@@ -176,11 +192,11 @@ class Arriving:
         return self.slot[begin:begin + nbytes].reshape(-1, row)
 
     def expert(self):
-        "The Expert that the slot holds when all three matrices have been multiplied; None if they only passed."
+        "The Expert that the slot holds when all three matrices have been multiplied; None before that, and if they only passed."
         def view(extent, place):
             begin = place + extent.offset % PAGE
             return self.slot[begin:begin + extent.nbytes].reshape(extent.shape)
-        return Expert(*map(view, self.extents, self._places)) if self.kept else None
+        return Expert(*map(view, self.extents, self._places)) if self.kept and not self._missing else None
 
 # %%
 def k3_expert():
@@ -191,26 +207,124 @@ def k3_expert():
 
 print(f"an expert of K3: {sum(e.nbytes for e in k3_expert()):,} bytes; kept in {slot_bytes(k3_expert()) / 1e6:.1f} MB, "
       f"passing through {passing_bytes(k3_expert()) / 1e6:.1f} MB")
-pieces = row_blocks(k3_expert()[0], 1, passing_bytes(k3_expert()) - max(widened(e.nbytes) for e in k3_expert()[1::2]), "experts")
-print("w1 in pieces of", [read.rows for read in pieces], "rows")
+for name in ("w1", "w2"):
+    n, row = getattr(Expert(*k3_expert()), name).shape
+    piece, pieces = pieces_of(n, row)
+    print(f"{name}: {n} rows of {row} bytes in pieces of {piece} rows, {pieces[0]:,} bytes; the last has {pieces[-1] // row} rows")
 
 # %% [markdown]
-# ## 5.4.3 Requested together, arriving in any order
+# A piece begins where the one before ended, in the middle of a page as a rule, and reads move whole pages. In a slot that keeps, the page that
+# two pieces share is read twice into the same place. An expert of the embedded model in pieces of at most 2 kB: the product of the
+# whole, kept or not; and the same from Python, which reads where compiled code cannot.
+
+# %%
+from k3lib import trunk
+from k3lib.moe import expert_mlp
+
+
+def six(layer, e):
+    return list(checkpoint.expert(layer, e).values())
+
+
+def product(expert):
+    "The bytes of the expert's answer to one vector."
+    return expert_mlp(expert, vector, 4.0, 25.0, np.empty_like(vector)).tobytes()
+
+
+def whole(layer, e):
+    return read_expert(Files(), six(layer, e), aligned(slot_bytes(six(layer, e))))
+
+
+checkpoint = Checkpoint(FOLDER)
+vector = np.random.default_rng(seed).standard_normal((1, 2 * six(1, 0)[0].shape[1])).astype(np.float32)
+MEGABYTE, trunk.PIECE = trunk.PIECE, 2048
+PIECE = trunk.PIECE
+SMALL, LARGE = passing_bytes(six(1, 0)), slot_bytes(six(1, 0))
+print([(e.offset % PAGE, *e.shape) for e in six(1, 0)], "- w1 in pieces of", pieces_of(*six(1, 0)[0].shape)[1], "bytes")
+for COMPILED_READS in (COMPILED_READS, False):
+    for nbytes in (SMALL, LARGE):
+        arriving = Arriving(Files(), six(1, 0), aligned(nbytes)[:nbytes])
+        assert product(arriving) == product(whole(1, 0))
+        kept = arriving.expert()
+        assert (kept is not None) == (nbytes == LARGE) and (kept is None or all(map(np.array_equal, kept, whole(1, 0))))
+        print(f"slot of {nbytes:,} bytes, {'kept' if kept else 'passed'}: the product of the whole, bit for bit: True")
+COMPILED_READS = trunk.COMPILED_READS
+
+# %% [markdown]
+# ## 5.4.3 What it is worth
 #
-# `request` starts the reads of a layer's experts as soon as the router has spoken; the down-projection and the shared experts
-# compute meanwhile. The order of arrival is the disk's, and it may not matter: chapter 4.2 keeps each answer by (token, rank) and sums in
-# rank order. As in the ring, there are two ways out: `arrivals` hands experts over one by one, `each` lets the readers multiply.
+# Sixteen experts of K3's shape in a file of holes: the system makes up the zeros, so that no disk is slower than what we want to see. One thread,
+# four ways: each read whole into a slot of its own, as if all of a layer were fetched first; each multiplied as it arrives in a slot of its own; whole
+# through the same slot; in pieces through the same slot.
+
+# %% tags=["nbval-ignore-output"]
+folder = Path(tempfile.mkdtemp())
+(folder / "holes").touch()
+sixteen = [[x._replace(file=str(folder / "holes"), offset=77 + e * sum(x.nbytes for x in k3_expert()) + sum(x.nbytes for x in k3_expert()[:i]))
+            for i, x in enumerate(k3_expert())] for e in range(16)]
+with open(folder / "holes", "r+b") as file:
+    file.truncate(sixteen[-1][-1].offset + sixteen[-1][-1].nbytes)
+z = np.random.default_rng(seed).standard_normal((1, 3584)).astype(np.float32)
+
+
+def ms_an_expert(way, slots, piece=MEGABYTE):
+    "The best of three rounds over the sixteen."
+    global PIECE
+    PIECE = trunk.PIECE = piece
+    files, best = Files(), np.inf
+    nbytes = slot_bytes(sixteen[0]) if way is read_expert or slots > 1 else passing_bytes(sixteen[0])
+    memory = [aligned(nbytes) for _ in range(slots)]
+    for _ in range(3):
+        began = time.perf_counter()
+        for i, extents in enumerate(sixteen):
+            expert_mlp(way(files, extents, memory[i % slots]), z, 4.0, 25.0, np.empty_like(z))
+        best = min(best, (time.perf_counter() - began) / 16 * 1e3)
+    files.close()
+    return best
+
+
+times = {"whole, 16 slots": ms_an_expert(read_expert, 16), "in pieces, 16 slots that keep": ms_an_expert(Arriving, 16),
+         "whole, one slot": ms_an_expert(read_expert, 1), "in pieces, one slot": ms_an_expert(Arriving, 1)}
+sizes = 2 ** np.arange(15, 23)
+by_size = [ms_an_expert(Arriving, 1, int(size)) for size in sizes]
+for name, ms in times.items():
+    print(f"{name:30} {ms:5.2f} ms an expert")
+
+# %% tags=["nbval-ignore-output"]
+fig, ax = plt.subplots()
+ax.plot(sizes / 2**20, by_size, "o-", label="in pieces, one slot")
+ax.axhline(times["whole, one slot"], color="C1", ls="--", label="whole, one slot of 17.6 MB")
+ax.axhline(times["whole, 16 slots"], color="C3", ls=":", label="whole, sixteen slots, 281 MB")
+ax.set_xscale("log", base=2)
+ax.set_xticks(sizes / 2**20, [f"{size >> 10} kB" if size < 1 << 20 else f"{size >> 20} MiB" for size in sizes.tolist()])
+ax.set(xlabel="piece", ylabel="ms an expert, read and multiplied", title="The less memory an expert passes through, the sooner it is done",
+       ylim=(0, 1.1 * max(*times.values(), *by_size)))
+ax.legend(loc="lower right")
+plt.show()
+
+# %% [markdown]
+# The arithmetic is the same every time; what differs is how far the bytes travel. Small pieces pay for their calls, large ones leave the cache.
+# Most of all it counts how much memory the experts are spread over: a slot of its own is dear for an expert that will not be used again, and where
+# one must be filled, pieces gain little.
+#
+# ## 5.4.4 Requested together, arriving in any order
+#
+# `request` starts as soon as the router has spoken; the down-projection and the shared experts compute meanwhile. Where slots keep, experts
+# are fetched ahead, whole. Where they do not, nothing is read before its turn: a piece that waits for its product is a piece that leaves the cache.
+#
+# Then `each` has the readers do the products. A reader takes what is there first; if nothing is, it reads as it multiplies. The order is the
+# disk's, and it may not matter: chapter 4.2 keeps each answer by (token, rank) and sums in rank order.
 #
 # A slot is refilled only when its expert has been used, and the least recently used expert goes first. An expert whose read failed
-# is an exception in the arithmetic, never a smaller sum.
+# is an exception in the arithmetic, never a smaller sum, and what was multiplied in part is not kept.
 
 # %% tags=["export"]
 class Experts:
     """Routed experts in a fixed number of slots of `nbytes`, filled by readers from the moment they are requested.
 
     `extents(layer, e)`: the six extents of an expert in the order of Expert's fields. A slot that has room for it keeps an
-    expert until the least recently used must go; through a smaller one it passes in pieces. Requests are numbered by the order in
-    which they come: one that was interrupted leaves nothing to the next.
+    expert until the least recently used must go; through a smaller one it passes in pieces. The experts of a layer have one shape.
+    A request takes the place of the one before, which leaves it nothing if it was interrupted.
     """
 
     def __init__(self, extents, files, slots, nbytes, readers):
@@ -228,7 +342,7 @@ class Experts:
         self._pending, self._ready = deque(), deque()  # keys to fetch; (key, Expert or what was raised)
         self._due = self._fetching = self._calling = self._most = 0
         self._call = self._failure = None
-        self._stopped = False
+        self._ahead = self._stopped = False  # ahead: these slots keep, so what is requested can be fetched before its turn
         self._threads = [threading.Thread(target=self._serve, name=f"k3-experts-{i}", daemon=True) for i in range(readers)]
         for thread in self._threads:
             thread.start()
@@ -242,8 +356,10 @@ class Experts:
         keys = [(layer, int(e)) for e in ids]
         if len(set(keys)) < len(keys) or keys and not self._memory:
             raise ValueError(f"experts {list(ids)} of layer {layer} are requested into {len(self._memory)} slots: an expert twice, or no slot")
+        ahead = bool(keys) and self.nbytes >= slot_bytes(self.extents(*keys[0]))
         with self._turn:
             self._abandon()
+            self._ahead = ahead
             for key in keys:
                 if key in self._resident:
                     self._held.add(key)
@@ -263,9 +379,9 @@ class Experts:
         """
         began, busy = time.perf_counter(), self.files.seconds["arithmetic"]
         with self._turn:
-            self._call, self._most, self._failure = work, threads, None
-            self._work.notify_all()
             try:
+                self._call, self._most, self._failure = work, threads, None
+                self._work.notify_all()
                 while self._due and self._failure is None and not self._stopped:
                     self._news.wait()
             finally:
@@ -281,7 +397,7 @@ class Experts:
 
     def _abandon(self):
         "Forget what an interrupted pass has left: its reads end, its results are dropped, nothing is held."
-        self._due = 0
+        self._call, self._due = None, 0
         self._pending.clear()
         while self._fetching or self._calling:
             self._news.wait()
@@ -306,17 +422,13 @@ class Experts:
         call = self._call if self._calling < self._most else None
         if call and self._ready:
             key, what = self._ready.pop()
-        elif self._pending and (call or self._ahead()) and (what := self._slot()) is not None:
+        elif self._pending and (call or self._ahead) and (what := self._slot()) is not None:
             key = self._pending.popleft()
         else:
             return None
         self._calling += call is not None
         self._fetching += call is None
         return key, what, call
-
-    def _ahead(self):
-        "Whether an expert can be fetched before it is its turn: whole, into a slot that keeps it."
-        return self.nbytes >= slot_bytes(self.extents(*self._pending[0]))
 
     def _slot(self):
         "A slot to fill: a free one, else that of the least recently used expert that is not held."
@@ -388,59 +500,45 @@ class _Layer:
         self._experts.each(work, at_once(threads))
 
 # %% [markdown]
-# ## 5.4.4 The gate
+# ## 5.4.5 The gate
 #
-# Experts of the embedded model, whole through two slots and in pieces through three, taken one by one and given to the readers: every one
-# arrives once, with the bytes the checkpoint holds.
+# Experts of the embedded model in slots that keep, two or forty, and in three through which they pass: every one comes once, with the
+# product of the bytes that the checkpoint holds, on one thread or two.
 
 # %%
-checkpoint = Checkpoint(FOLDER)
 WANTED = [0, 3, 5, 9, 14]
-SMALL = 2 * PAGE + 2 * PAGE + 1024  # scales, two pages of widening, and rows for a third of w1
+PIECE = trunk.PIECE = 2048
 
 
-def six(layer, e):
-    return list(checkpoint.expert(layer, e).values())
-
-
-def content(expert):
-    "The bytes of w1, w1's scales, w3, ..., w2's scales, from an Expert's arrays or from the blocks of one that passes."
-    if isinstance(expert, Passing):
-        blocks = [list(map(lambda b: (b[1].copy(), b[2].copy()), expert.blocks(name))) for name in ("w1", "w3", "w2")]
-        return b"".join(array.tobytes() for matrix in blocks for half in zip(*matrix) for array in half)
-    return b"".join(m.tobytes() for m in (expert.w1, expert.w1_scale, expert.w3, expert.w3_scale, expert.w2, expert.w2_scale))
-
-
-def fetched(slots, nbytes, way, kind=Experts, layers=(1, 2, 1, 12)):
-    "[(layer, expert, content)] in the order in which they came, and the Experts they came from."
+def fetched(slots, nbytes, threads, kind=Experts, layers=(1, 2, 1, 12)):
+    "[(layer, expert, its product)] in the order in which they came, and the Experts they came from."
     files, seen = Files(), []
     experts = kind(six, files, slots, nbytes, readers=3)
     for layer in layers:
-        experts.layer(layer).request(WANTED)
-        if way == "arrivals":
-            seen += [(layer, e, content(expert)) for e, expert in experts.layer(layer).arrivals()]
-        else:
-            experts.layer(layer).each(lambda e, expert: seen.append((layer, e, content(expert))), threads=2)
+        experts.request(layer, WANTED)
+        experts.each(lambda e, expert: seen.append((layer, e, product(expert))), threads)
     experts.close()
     files.close()
     return seen, experts
 
 
-expected = sorted((L, e, content(read_expert(Files(), six(L, e), aligned(slot_bytes(six(L, e)))))) for L in (1, 2, 1, 12) for e in WANTED)
-raw = checkpoint.raw("language_model.model.layers.12.block_sparse_moe.experts.14.w1.weight_packed").tobytes()
-assert expected[-1][2].startswith(raw)
-for slots, nbytes in ((2, slot_bytes(six(1, 0))), (40, slot_bytes(six(1, 0))), (3, SMALL)):
-    for way in ("arrivals", "each"):
-        seen, experts = fetched(slots, nbytes, way)
+expected = sorted((L, e, product(whole(L, e))) for L in (1, 2, 1, 12) for e in WANTED)
+raw = checkpoint.raw("language_model.model.layers.12.block_sparse_moe.experts.14.w1.weight_packed")
+assert np.array_equal(whole(12, 14).w1, raw)
+for slots, nbytes in ((2, LARGE), (40, LARGE), (3, SMALL)):
+    for threads in (1, 2):
+        seen, experts = fetched(slots, nbytes, threads)
         assert sorted(seen) == expected
-        print(f"{slots:2} slots of {nbytes:,} bytes, {way:<8}: {experts.requests} requested, {experts.hits} hits, right bytes: True")
+        assert experts.files.bytes_read["experts"] == (20 - experts.hits) * sum(x.nbytes for x in six(1, 0))
+        print(f"{slots:2} slots of {nbytes:,} bytes, {threads} at a time: {experts.requests} requested, {experts.hits} hits, right bytes: True")
 
 # %% [markdown]
 # Layer 1 was asked for twice. With forty slots its five experts were still there the second time: five true hits. With two slots
 # nothing survives the next layer, and what passes is never kept.
 #
-# Three mistakes that would still produce an answer. The first refills a slot whose expert is in use. The second drops an expert that could not
-# be read: chapter 4.2 would notice the missing one, and so must this gate. The third calls its own fetches hits.
+# Four mistakes that would still produce an answer. The first refills a slot whose expert is in use. The second drops an expert that could not
+# be read: chapter 4.2 would notice the missing one, and so must this gate. The third calls its own fetches hits. The fourth keeps whatever
+# is in the slot when a call ends, though the call has taken one matrix of three: the next request calls that a hit.
 
 # %%
 class Hasty(Experts):
@@ -454,8 +552,8 @@ class Hasty(Experts):
 class Forgiving(Experts):
     "An expert that cannot be read is left out."
 
-    def arrivals(self):
-        return ((e, expert) for e, expert in super().arrivals() if e != 9)
+    def each(self, work, threads):
+        super().each(lambda e, expert: e == 9 or work(e, expert), threads)
 
 
 class Boastful(Experts):
@@ -463,53 +561,72 @@ class Boastful(Experts):
 
     def _settle(self, key, what, call, result):
         super()._settle(key, what, call, result)
-        self.hits += call is None
+        self.hits += isinstance(what, int)
 
 
-def slow(e, expert):
-    return e, [time.sleep(1e-3), content(expert)][1]
+class Hopeful(Arriving):
+    "Is whole as soon as the call has ended."
+    _missing = property(lambda self: set(), lambda self, names: None)
 
 
-hasty = Hasty(six, Files(), 2, slot_bytes(six(1, 0)), readers=3)
-hasty.request(1, range(16))
-came = sorted(slow(e, expert) for e, expert in hasty.arrivals())
-hasty.close()
-assert came != [(e, content(read_expert(Files(), six(1, e), aligned(slot_bytes(six(1, e)))))) for e in range(16)]
-assert sorted(fetched(2, slot_bytes(six(1, 0)), "arrivals", Forgiving)[0]) != expected
-assert fetched(2, slot_bytes(six(1, 0)), "arrivals", Boastful)[1].hits != 0
-print("hasty, forgiving, boastful: each fails the gate: True")
+def answers_of(experts, layer, ids, pause=0.05):
+    came = []
+    experts.request(layer, ids)
+    time.sleep(pause)  # everything that can be fetched ahead has been
+    experts.each(lambda e, expert: came.append((e, product(expert))), 1)
+    return sorted(came)
+
+
+right = [(e, product(whole(1, e))) for e in range(16)]
+for kind, same in ((Experts, True), (Hasty, False)):
+    experts = kind(six, Files(), 2, LARGE, readers=3)
+    assert (answers_of(experts, 1, range(16)) == right) == same
+    experts.close()
+assert sorted(fetched(2, LARGE, 1, Forgiving)[0]) != expected
+assert fetched(2, LARGE, 1, Boastful)[1].hits != 0
+for kind, whole_kept in ((Arriving, False), (Hopeful, True)):
+    slot = aligned(LARGE)
+    arriving = kind(Files(), six(1, 0), slot)
+    arriving.multiply("w1", np.zeros((1, vector.shape[1] // GROUP, 2, 16), np.float32), np.empty((1, arriving.width), np.float32))
+    assert (arriving.expert() is not None) == whole_kept
+assert product(arriving.expert()) != product(whole(1, 0))
+print("hasty, forgiving, boastful, hopeful: each fails the gate: True")
 
 # %% [markdown]
-# ## 5.4.5 The disk's order and the router's
+# ## 5.4.6 The disk's order and the router's
 #
 # Reads that begin together end in any order. Sixteen answers, added in the order in which a slow disk delivered their experts: float32 addition
 # is not associative, so every run has its own bits. Kept by rank and added at the end, there is one result.
 
 # %%
 class Slow(Files):
-    "Files whose reads end at random moments."
+    "Files whose reads end at random moments; every one is made from Python, where a moment can be added."
 
-    def __init__(self, seed):
+    def __init__(self, seed, most=1e-3):
         super().__init__()
-        self.random = random.Random(seed)
+        self.random, self.most = random.Random(seed), most
 
-    def note(self, what, began, nbytes):
+    def stream(self, *args):
+        return 0
+
+    def note(self, what, began, nbytes, seconds=None):
         if what == "experts":
-            time.sleep(self.random.random() * 2e-3)
-        super().note(what, began, nbytes)
+            time.sleep(self.random.random() * self.most)
+        super().note(what, began, nbytes, seconds)
 
 
 answers = np.random.default_rng(seed).standard_normal((16, 512)).astype(np.float32)
 orders, as_they_come, by_rank = [], set(), set()
 for run in range(12):
-    experts = Experts(six, Slow(run), 6, slot_bytes(six(1, 0)), readers=4)
+    experts, order = Experts(six, Slow(run), 4, SMALL, readers=4), []
     experts.request(1, range(16))
-    orders.append([e for e, _ in experts.arrivals()])
+    experts.each(lambda e, expert: order.append((product(expert), e)[1]), 4)
     experts.close()
+    orders.append(order)
     kept = np.empty_like(answers)
-    for e in orders[-1]:
+    for e in order:
         kept[e] = answers[e]
-    for found, rows in ((as_they_come, answers[orders[-1]]), (by_rank, kept)):
+    for found, rows in ((as_they_come, answers[order]), (by_rank, kept)):
         total = np.zeros(512, np.float32)
         for row in rows:
             total += row
@@ -522,50 +639,51 @@ fig, ax = plt.subplots()
 for order in orders:
     ax.plot(range(16), order, "-", color="C0", alpha=0.25)
 ax.plot(range(16), orders[0], "o-", color="C1", label="one run")
-ax.set(xlabel="arrival", ylabel="rank of the expert that arrives", title="Twelve runs of one request: no two arrive alike")
+ax.set(xlabel="arrival", ylabel="rank of the expert that arrives", title=f"Twelve runs of one request: {len(set(map(tuple, orders)))} orders of arrival")
 ax.legend()
 plt.show()
 
 # %% [markdown]
-# ## 5.4.6 Many in flight
+# ## 5.4.7 Many in flight
 #
-# The same sixteen, once with one reader and once with four, while the caller does something else for the first four milliseconds, as the shared experts
-# would. Reads that a device can serve side by side take the time of a few.
+# Eight experts of K3's shape and a device that takes up to two milliseconds to answer, once with one reader and once with four, while the caller does
+# something else for the first twelve, as the shared experts would. Four slots keep.
 
 # %% tags=["nbval-ignore-output"]
-def events(readers, slots, busy=4e-3):
-    files = Slow(seed)
+def events(readers, slots, busy=12e-3):
+    files = Slow(seed, 2e-3)
     files.log = []
-    experts = Experts(six, files, slots, slot_bytes(six(1, 0)), readers)
+    experts = Experts(lambda layer, e: sixteen[e], files, slots, slot_bytes(sixteen[0]), readers)
+    for memory in experts._memory:
+        memory[:] = 0  # the system hands out memory at its first use; not in this picture
     began = time.perf_counter()
-    experts.request(1, range(16))
+    experts.request(1, range(8))
     time.sleep(busy)
-    for _ in experts.arrivals():
-        now = time.perf_counter()
-        time.sleep(3e-4)
-        files.note("arithmetic", now, 0)
+    experts.each(lambda e, expert: expert_mlp(expert, z, 4.0, 25.0, np.empty_like(z)), 64)
     experts.close()
-    return began, [(e.thread, e.what, e.began - began, e.ended - began) for e in files.log]
+    return [(e.thread, e.what, e.began - began, e.ended - began) for e in files.log]
 
 
+PIECE = trunk.PIECE = MEGABYTE
 fig, axes = plt.subplots(2, 1, figsize=(6, 3.6), sharex=True, height_ratios=[2, 5])
 for ax, readers in zip(axes, (1, 4)):
-    began, log = events(readers, 6)
-    ax.broken_barh([(0, 4)], (-1.4, 0.8), color="C5")
-    threads = sorted({thread for thread, what, *_ in log if what == "experts"})
+    log = events(readers, 4)
+    ax.broken_barh([(0, 12)], (-1.4, 0.8), color="C5")
+    threads = sorted({thread for thread, *_ in log})
     for thread, what, begin, end in log:
-        row = -1 if what == "arithmetic" else threads.index(thread)
-        ax.broken_barh([(begin * 1e3, (end - begin) * 1e3)], (row - 0.4, 0.8), color="C1" if what == "arithmetic" else "C0", edgecolor="white", lw=0.4)
+        color = "C1" if what == "arithmetic" else "C0"
+        ax.broken_barh([(begin * 1e3, (end - begin) * 1e3)], (threads.index(thread) - 0.4, 0.8), color=color)
     ax.set_yticks(range(-1, readers), ["caller"] + [f"reader {i}" for i in range(readers)])
     ax.set_title(f"{readers} reader{'s' * (readers > 1)}: {max(end for *_, end in log) * 1e3:.0f} ms")
-axes[1].set_xlabel("time, ms (grey: other arithmetic, blue: reading, orange: an expert's product)")
+axes[1].set_xlabel("time, ms (grey: other arithmetic, blue: reading, orange: multiplying)")
 plt.show()
+shutil.rmtree(folder)
 
 # %% [markdown]
-# Reading begins with the request, not when the caller first looks. With six slots, six experts are there when it does; the rest follow as
-# slots come free.
+# Reading begins with the request, not when the caller first looks: by then the slots hold whole experts, which are multiplied first. The others
+# come in pieces as slots are given back, blue and orange in turn on one row. While one reader waits for its piece another has the core.
 #
-# ## 5.4.7 What a cache of experts is worth
+# ## 5.4.8 What a cache of experts is worth
 #
 # From one token to the next about 29% of K3's experts stay the same (reported by other engines on the released checkpoint). That
 # sounds like something to keep. But an LRU meets a token's 1,472 requests as a stream: to find an expert of the last token
@@ -636,11 +754,11 @@ plt.show()
 print("at 40 GB:", f"{trunk_first[8]:.0f} GB a token trunk first,", f"{experts_first[8]:.0f} GB experts first")
 
 # %% [markdown]
-# So memory goes to the trunk first. Until all of it is pinned, experts need no more than slots to pass through: enough of them to keep several
-# reads in flight. Real routing is not drawn at random, and a policy that counts frequencies can do better than LRU; which one does is a matter of
+# So memory goes to the trunk first. Until all of it is pinned, experts need no more than slots to pass through: one for each reader, and as many
+# readers as keep the device busy. Real routing is not drawn at random, and a policy that counts frequencies can do better than LRU; which one does is a matter of
 # replaying recorded requests.
 #
-# ## 5.4.8 What it costs in K3
+# ## 5.4.9 What it costs in K3
 
 # %%
 print(f"a token reads {WORKING_SET:.2f} GB of experts in {LAYERS * K:,} requests: {WORKING_SET / (WORKING_SET + TRUNK):.0%} of its bytes")
@@ -650,8 +768,9 @@ print(f"6 slots to pass through: {6 * passing_bytes(k3_expert()) / 1e6:.0f} MB; 
 # %% [markdown]
 # ## Summary
 #
-# - Experts are requested the moment they are known, read by several threads, used in any order, summed in rank order.
-# - What is not kept need not be whole: it passes in pieces that stay in a core's cache.
+# - Experts are requested the moment they are known, read by several threads, multiplied in any order, summed in rank order.
+# - The thread that reads a piece multiplies it: a megabyte is still in its core's cache. What is not kept need not be whole.
+# - Only what has been multiplied to the last row is kept, and a slot is refilled only when its expert has been used.
 # - A hit is an expert that was there before the request, so the report does not count a token's own fetches.
 # - An LRU pays only beyond one token's working set, 25.8 GB. Until then memory belongs to the trunk.
 #
@@ -659,7 +778,9 @@ print(f"6 slots to pass through: {6 * passing_bytes(k3_expert()) / 1e6:.0f} MB; 
 #
 # 1. Draw the hit rate for a reuse of 60%. Where does it leave the axis, and why is that place the same?
 # 2. Replace LRU by a cache that never evicts once full. For which traces is it better at half a working set?
-# 3. With two slots and sixteen requests, how many reads can be in flight while one expert computes? Where in `Experts` is that decided?
-# 4. `Passing` reads the scales of a matrix before its rows. What would change if they were read with each piece, in bytes and in reads?
+# 3. With two slots that keep and sixteen requests, how many reads can be in flight while one expert computes? And with two slots through which
+#    experts pass? Where in `Experts` is that decided?
+# 4. `Arriving` reads the scales of a matrix before its rows. What would change if they were read with each piece, in bytes and in reads?
+# 5. Draw the curve of 5.4.3 for a chunk of 16 tokens. Why does it become flat?
 #
 # Next: [5.5 The walk](05_model.ipynb) puts trunk and experts under 93 layers.

@@ -203,12 +203,13 @@ class PlanError(UsageError):
         self.least = least
 
 
-KERNELS = 60_000_000  # compiled kernels and their threads, resident after the first pass
+KERNELS = 65_000_000  # compiled kernels and their threads, resident after the first pass
 SLOT = 4 << 20  # bytes of a ring slot: long enough that Python is seldom asked, short enough that all threads end together
 SLOTS = 6
 READ_BYTES = 250  # of one entry in the list of reads
 READERS = 3  # at least; never fewer than arithmetic threads
 EXPERT_READERS = 4  # at least; each with a slot at hand
+AHEAD = 1  # row blocks that wait for their matrix: more would have left the cache by then
 MOST_CHUNK = 64
 
 
@@ -590,7 +591,7 @@ def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=
         on_plan(plan)
     files, read_before = Files(), read_call_bytes()
     weights = Trunk(source, walk, plan.pinned, row_multiples(config), files, part_of,
-                    plan.slots, plan.slot_bytes, max(READERS, threads), progress)
+                    plan.slots, plan.slot_bytes, max(READERS, threads), progress, AHEAD)
     experts = Experts(lambda L, e: list(checkpoint.expert(L, e).values()), files, plan.expert_slots,
                       plan.expert_slot_bytes, max(EXPERT_READERS, threads))
     report = Report(str(path), is_synthetic(path), threads, plan, None if trunk is None else str(trunk))
