@@ -445,6 +445,7 @@ def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=
     prefill chunk need not be larger. `on_plan` is shown the Plan before anything large is allocated, `progress` the bytes
     of each tensor pinned. Raises ConfigError, CheckpointError, TokenizerError, UsageError and FileNotFoundError.
     """
+    return_freed_memory()
     budget = parse_size(ram)
     threads = CORES if threads is None else whole_number("threads", threads, 1, CORES)
     context = whole_number("context", context, 1, 1 << 30)
@@ -457,7 +458,6 @@ def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=
     plan = make_plan(config, checkpoint, budget, context, prompt_tokens, threads)
     if on_plan is not None:
         on_plan(plan)
-    return_freed_memory()
     files, read_before = Files(), read_call_bytes()
     weights = Trunk(source, walk, plan.pinned, row_multiples(config), files, part_of,
                     plan.slots, plan.slot_bytes, max(READERS, threads), progress, AHEAD)

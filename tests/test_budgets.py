@@ -69,7 +69,7 @@ def compiled(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def slice_(tmp_path_factory):
-    "Five layers of full width, 64 experts: 16.6 GB of tensors, 0.4 GB on disk. Layer 3 is MLA."
+    "Five layers of full width, 64 experts: 16.6 GB of tensors, 0.4 GB on disk. Layers 3 and 4 are MLA."
     folder = tmp_path_factory.mktemp("slice")
     synth(folder / "model", "full", layers=5, experts=64)
     decode.pack_trunk(folder / "model", folder / "trunk")

@@ -22,13 +22,19 @@ threads = 0  # arithmetic threads; 0: all cores
 
 # %%
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import numpy as np
+
+from k3lib.synth import synth
+from k3lib.trunk import ITEMSIZE
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 plt.style.use(ROOT / "book" / "k3.mplstyle")
@@ -177,9 +183,9 @@ for what, n in (("resident", resident_bytes()), ("peak", peak_bytes()), ("availa
 # ## 5.6.3 The plan
 #
 # A budget $R$ is spent in the order of what a byte saves. First what nothing runs without: interpreter and kernels, KDA state,
-# latent cache, vectors, activations, ring, two expert slots. Then enough slots to keep a token's experts in flight. Then the
-# trunk from the front of the walk: a pinned byte saves one byte of reading on **every** token. What is left becomes expert
-# slots, where a byte saves something only if its expert is chosen again.
+# latent cache, vectors, activations, a ring of row blocks, a few slots for experts to pass through. Then the trunk from the front of
+# the walk: a pinned byte saves one byte of reading on **every** token. What is left when all of it is pinned becomes slots that keep
+# experts, where a byte saves something only if its expert is chosen again (5.4.7).
 #
 # | part | bytes | in K3 |
 # |---|---|---|
@@ -570,6 +576,7 @@ def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=
     prefill chunk need not be larger. `on_plan` is shown the Plan before anything large is allocated, `progress` the bytes
     of each tensor pinned. Raises ConfigError, CheckpointError, TokenizerError, UsageError and FileNotFoundError.
     """
+    return_freed_memory()
     budget = parse_size(ram)
     threads = CORES if threads is None else whole_number("threads", threads, 1, CORES)
     context = whole_number("context", context, 1, 1 << 30)
@@ -582,7 +589,6 @@ def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=
     plan = make_plan(config, checkpoint, budget, context, prompt_tokens, threads)
     if on_plan is not None:
         on_plan(plan)
-    return_freed_memory()
     files, read_before = Files(), read_call_bytes()
     weights = Trunk(source, walk, plan.pinned, row_multiples(config), files, part_of,
                     plan.slots, plan.slot_bytes, max(READERS, threads), progress, AHEAD)
@@ -738,7 +744,138 @@ assert packed[0] == runs[0][0] and packed[1] == runs[0][1]
 print("packed,", done.partition(": ")[2].partition(" on disk")[0].rpartition(",")[0] + ":", "the same logits: True")
 
 # %% [markdown]
-# ## 5.6.8 The run
+# ## 5.6.8 One token, in time
+#
+# A model large enough to watch: five layers of the released width with 64 experts each (1.4), 16.6 GB of tensors in 600 MB of memory. Every
+# read and every product of one step leaves an event (5.3.8).
+
+# %%
+def one_step(folder, ram, ids):
+    "The events of the step after the prompt `ids` and the ends of its layers, in seconds from its beginning; and its config."
+    model = load(folder, ram=ram, context=len(ids) + 1)
+    token = int(np.argmax(model.prefill(ids)))
+    model.trunk.files.log, ends = [], []
+    model.on_layer = lambda L: ends.append(time.perf_counter() - began)
+    began = time.perf_counter()
+    model.step(token)
+    ends.append(time.perf_counter() - began)
+    model.close()
+    return [e._replace(began=e.began - began, ended=e.ended - began) for e in model.trunk.files.log], ends, model.config
+
+
+with tempfile.TemporaryDirectory() as scratch:
+    made = synth(Path(scratch, "slice"), "full", layers=5, experts=64)
+    log, ends, config = one_step(Path(scratch, "slice"), "600MB", [5, 9, 17])
+assert len(ends) == 6 and {e.what for e in log} == {"trunk", "experts", "other", "arithmetic"}
+print(f"{shown_size(made.payload_bytes)} of tensors, layers", *(config.layer_kind(L) for L in range(5)))
+
+# %% tags=["nbval-ignore-output"]
+COLORS = {"trunk": "C0", "experts": "C2", "other": "C4", "arithmetic": "C1"}
+LABELS = {"trunk": "reading the trunk", "experts": "reading experts", "other": "reading the head", "arithmetic": "multiplying"}
+
+
+def busy(what, edges):
+    "Threads busy with `what`, on average over each interval between `edges`."
+    began, ended = np.array([(e.began, e.ended) for e in log if e.what == what]).T
+    return np.diff([np.clip(edge - began, 0, ended - began).sum() for edge in edges]) / np.diff(edges)
+
+
+fig, (top, low) = plt.subplots(2, 1, figsize=(8, 4.6), height_ratios=[1, 1.1])
+edges = np.linspace(0, ends[-1], 150)
+top.stackplot((edges[1:] + edges[:-1]) / 2, [busy(what, edges) for what in COLORS], colors=COLORS.values(), labels=LABELS.values())
+for L, (begin, end) in enumerate(zip([0, *ends], ends)):
+    name = "head" if L == 5 else f"{L}: {config.layer_kind(L).upper()}" + ", dense" * config.is_dense(L)
+    top.text((begin + end) / 2, 1.02, name, ha="center", fontsize=7, transform=top.get_xaxis_transform())
+    top.axvline(end, color="k", lw=0.5)
+top.set(ylabel="busy threads", xlim=(0, ends[-1]), ylim=(0, 1.25 * top.get_ylim()[1]))
+top.set_title("Reads and products share the cores from the first millisecond to the last", pad=16)
+top.legend(loc="upper left", ncol=4, fontsize=7)
+threads_seen = sorted({e.thread for e in log if e.thread.startswith("k3-")}, reverse=True)
+for e in log:
+    if e.thread in threads_seen and e.ended > ends[1] and e.began < ends[2]:
+        low.barh(threads_seen.index(e.thread), e.ended - e.began, left=e.began, color=COLORS[e.what])
+low.set_yticks(range(len(threads_seen)), threads_seen)
+low.set(xlim=(ends[1], ends[2]), xlabel="seconds", title="Layer 2 by thread: the trunk's readers, then, when the router has spoken, the experts'")
+plt.show()
+
+# %% [markdown]
+# Whoever reads a piece multiplies it while it is in that core's cache, so the colours alternate within a thread; what one waits for, another
+# does. Most of these bytes are holes, which the system fills with zeros as fast as it can write: reading costs processor time here, where a
+# disk would cost waiting.
+#
+# ## 5.6.9 What streams, what stays, and what that costs
+#
+# The full shape, all 93 layers and 896 experts, decoded from a synthetic checkpoint at five budgets. The figures are measured
+# by `make scale`, which writes them to `fixtures/measured/scale.json`; run it, and this section is about your machine.
+
+# %% tags=["nbval-ignore-output"]
+measured = json.loads((ROOT / "fixtures" / "measured" / "scale.json").read_text())
+print(f"{measured['machine']['cpu']}, {measured['machine']['cores']} cores, {measured['date']}: {measured['made_by']}")
+print(f"{'':<36}{'peak':>10}{'planned':>10}{'prompt':>9}{'a token':>9}")
+for row in measured["rows"]:
+    first, later = row["step_seconds"][:1], row["step_seconds"][1:]
+    print(f"{row['what']:<36}{shown_size(row['peak_rss_bytes']):>10}{shown_size(row['plan']['total']):>10}"
+          + "".join(f"{np.median(s):>7.1f} s" if s else " " * 9 for s in (first, later)))
+
+# %% [markdown]
+# What must be in memory at once decides the floor. A plain engine in C, which loads layer by layer and keeps its tables, needs 8.24 GB
+# for this shape. Where does it all go, and what stands there instead?
+
+# %% tags=["nbval-ignore-output"]
+C_FLOOR = 8.24e9
+one_gb = next(row["plan"]["parts"] for row in measured["rows"] if row["ram"] == 10**9)
+size = {name: math.prod(shape) * ITEMSIZE[dtype] for name, dtype, shape in K3.tensors() if ".experts." not in name}
+layer = max(sum(n for name, n in size.items() if f".layers.{L}." in name) for L in range(K3.num_hidden_layers))
+tables = sum(n for name, n in size.items() if "embed_tokens" in name or "lm_head" in name)
+ring, state = one_gb["ring of row blocks"], one_gb["KDA state"]
+print(f"{'':<42}{'layer by layer':>15}{'row by row':>13}")
+for what, there, here in (("the largest layer / a ring of row blocks", layer, ring), ("both vocabulary tables / a row of one", tables, 2 * K3.hidden_size),
+                          ("KDA state, and all else", C_FLOOR - layer - tables, sum(one_gb.values()) - ring - one_gb["pinned trunk"])):
+    print(f"{what:<42}{shown_size(there):>15}{shown_size(here):>13}")
+print(f"the state alone: {shown_size(state)}; pinned with what a gigabyte leaves: {shown_size(one_gb['pinned trunk'])}")
+
+# %% [markdown]
+# **What streams**: every matrix of the 93 layers and the head, once a token in the same order, and the sixteen experts a layer chooses. None of it is
+# ever whole in memory: rows arrive, are multiplied, and their slot is filled again. One row of the embedding is read per token.
+#
+# **What stays**: the state, because it changes at every token; vectors and convolutions, because they are small; and the front of the trunk, as
+# far as the budget goes.
+#
+# Why pin, and not cache? The walk is a cycle, and on a cycle the least recently used block is the one needed next: an LRU of 90% of the trunk
+# would save nothing, pinned it saves 90% (5.3.10). Why the trunk first? A pinned gigabyte is a gigabyte less at every token. A token asks for
+# 25.8 GB of experts, and below that a cache of them forgets each before it is asked for again (5.4.7).
+
+# %% tags=["nbval-ignore-output"]
+ladder = [row for row in measured["rows"] if row["what"] == f"{row['ram'] // 10**9}GB"]
+others = [row for row in measured["rows"] if row not in ladder]
+assert all(row["peak_rss_bytes"] <= row["ram"] and row["digests"][:2] == ladder[0]["digests"][:2] for row in ladder)
+fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
+reach = [ladder[0]["ram"] / 1e9 / 1.3, ladder[-1]["ram"] / 1e9 * 1.3]
+left.loglog(reach, reach, color="0.7", lw=1, label="the budget")
+left.axhline(C_FLOOR / 1e9, color="C1", ls="--", lw=1, label="layer by layer, in C: 8.24 GB")
+if others:
+    left.loglog([r["ram"] / 1e9 for r in others], [r["peak_rss_bytes"] / 1e9 for r in others], "x", color="C5", label="threads, packed trunk, ...")
+left.loglog([r["ram"] / 1e9 for r in ladder], [r["peak_rss_bytes"] / 1e9 for r in ladder], "o", label="measured peak")
+for axis in (left.xaxis, left.yaxis):
+    axis.set_major_locator(plt.FixedLocator([1, 2, 4, 8, 16]))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_locator(plt.NullLocator())
+left.set(xlabel="budget, GB", ylabel="peak memory, GB", title="The peak follows the budget, from one gigabyte on")
+left.legend()
+names, base = [f"{r['ram'] // 10**9} GB" for r in ladder], np.zeros(len(ladder))
+for part in ("trunk", "experts", "other"):
+    gigabytes = np.array([r["step_bytes"][-1][part] / 1e9 for r in ladder])
+    right.bar(names, gigabytes, bottom=base, color=COLORS[part], label=LABELS[part].removeprefix("reading "))
+    base += gigabytes
+for i, row in enumerate(ladder):
+    right.text(i, base[i] + 2, f"{np.median(row['step_seconds'][1:]):.1f} s", ha="center", fontsize=8)
+right.set(xlabel="budget", ylabel="GB read for a token", ylim=(0, 1.35 * base.max()), title="A gigabyte of budget is a gigabyte less at every token")
+right.legend(ncol=3, loc="upper left")
+plt.show()
+print("read for a token at the lowest budget:", ", ".join(f"{part} {shown_size(n)}" for part, n in ladder[0]["step_bytes"][-1].items()))
+
+# %% [markdown]
+# ## 5.6.10 The run
 #
 # The run happens in a process of its own, as `k3 decode` would be: this notebook's kernel, with its plotting library, is no
 # part of the model's memory, and `VmHWM` of a fresh process is that process's own peak.
@@ -770,19 +907,22 @@ if not model_dir and str(ids) == ",".join(map(str, EXPECTED["prompt_ids"])):
     print(f"equal to the first {n} ids of the fixture: True")
 
 # %% tags=["nbval-ignore-output"]
-fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3))
+fig, (left, middle, right) = plt.subplots(1, 3, figsize=(10, 3), width_ratios=[1, 1, 0.8])
 left.bar(range(1, len(report["step_seconds"]) + 1), report["step_seconds"])
-left.set(xlabel="generated token", ylabel="seconds", title="The first step reads the prompt and loads the kernels")
+left.set(xlabel="generated token", ylabel="seconds", title="The first step reads the prompt")
 parts = report["plan"]["parts"]
-right.barh([k.split(",")[0] for k in parts], [v / 1e6 for v in parts.values()], color="C1")
-right.set(xlabel="planned memory, MB", title="Where the budget goes")
-right.invert_yaxis()
+middle.barh([k.split(",")[0] for k in parts], [v / 1e6 for v in parts.values()], color="C5")
+middle.set(xlabel="planned memory, MB", title="Where the budget goes")
+middle.invert_yaxis()
+right.bar(report["bytes_read"].keys(), [n / 1e6 for n in report["bytes_read"].values()], color=[COLORS[part] for part in report["bytes_read"]])
+right.set(ylabel="MB read in the whole run", title="What was read")
 plt.show()
 
 # %% [markdown]
 # ## Summary
 #
-# - A budget is spent on what saves most: fixed costs, experts in flight, the trunk from the front, more expert slots.
+# - A budget is spent on what saves most: fixed costs, then the trunk from the front, and expert slots that keep only when all of it is pinned.
+# - Nothing is ever whole in memory but what changes at every token; so the floor is the state and the interpreter, not the largest layer.
 # - The plan is made, shown and refused before anything large exists; the peak is measured and set beside it.
 # - The bytes of the answer do not depend on the budget. Three of them were compared here.
 #
