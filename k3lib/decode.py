@@ -128,7 +128,8 @@ class PlanError(UsageError):
         self.least = least
 
 
-KERNELS = 56_000_000  # compiled kernels and their threads, resident after the first pass
+KERNELS = 26_000_000  # private memory of compiled kernels and their threads, after the first pass
+LIBRARIES, MORE_OF_THEM = 97_000_000, 12_000_000  # pages of library files in memory by then; or, where most were before, how many more
 SLOT = 4 << 20  # bytes of a ring slot: long enough that Python is seldom asked, short enough that all threads end together
 SLOTS = 4  # one a reader and one ahead
 READ_BYTES = 250  # of one entry in the list of reads
@@ -212,7 +213,7 @@ def make_plan(config, checkpoint, ram, context, prompt_tokens=None, threads=CORE
     now = resident_bytes() or 150_000_000
     fixed = {
         "interpreter, libraries, checkpoint index": now,
-        "compiled kernels and threads": KERNELS,
+        "compiled kernels and threads": KERNELS + max(MORE_OF_THEM, LIBRARIES - (_status("RssFile") or LIBRARIES)),
         "KDA state": state_bytes(config),
         f"latent cache, {context} positions": context * position_bytes(config),
         "vectors and convolutions": sum(_vector_bytes(e) for name, e in extents.items() if name not in streams),
@@ -568,4 +569,4 @@ def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", trunk=None,
         model.close()
 
 
-__all__ = ['UNITS', 'parse_size', 'shown_size', 'resident_bytes', 'peak_bytes', 'read_call_bytes', 'available_bytes', 'CGROUPS', 'cgroup_free', 'PlanError', 'KERNELS', 'SLOT', 'SLOTS', 'READ_BYTES', 'READERS', 'EXPERT_READERS', 'AHEAD', 'MOST_CHUNK', 'Plan', 'activation_bytes', 'state_bytes', 'position_bytes', 'make_plan', 'Report', 'Decoder', 'check_tensors', 'is_synthetic', 'open_tokenizer', 'part_of', 'return_freed_memory', 'load', 'pack_trunk', 'whole_number', 'parse_ids', 'prompt_ids', 'progress_bar', 'decode']
+__all__ = ['UNITS', 'parse_size', 'shown_size', 'resident_bytes', 'peak_bytes', 'read_call_bytes', 'available_bytes', 'CGROUPS', 'cgroup_free', 'PlanError', 'KERNELS', 'LIBRARIES', 'MORE_OF_THEM', 'SLOT', 'SLOTS', 'READ_BYTES', 'READERS', 'EXPERT_READERS', 'AHEAD', 'MOST_CHUNK', 'Plan', 'activation_bytes', 'state_bytes', 'position_bytes', 'make_plan', 'Report', 'Decoder', 'check_tensors', 'is_synthetic', 'open_tokenizer', 'part_of', 'return_freed_memory', 'load', 'pack_trunk', 'whole_number', 'parse_ids', 'prompt_ids', 'progress_bar', 'decode']

@@ -203,7 +203,8 @@ class PlanError(UsageError):
         self.least = least
 
 
-KERNELS = 56_000_000  # compiled kernels and their threads, resident after the first pass
+KERNELS = 26_000_000  # private memory of compiled kernels and their threads, after the first pass
+LIBRARIES, MORE_OF_THEM = 97_000_000, 12_000_000  # pages of library files in memory by then; or, where most were before, how many more
 SLOT = 4 << 20  # bytes of a ring slot: long enough that Python is seldom asked, short enough that all threads end together
 SLOTS = 4  # one a reader and one ahead
 READ_BYTES = 250  # of one entry in the list of reads
@@ -287,7 +288,7 @@ def make_plan(config, checkpoint, ram, context, prompt_tokens=None, threads=CORE
     now = resident_bytes() or 150_000_000
     fixed = {
         "interpreter, libraries, checkpoint index": now,
-        "compiled kernels and threads": KERNELS,
+        "compiled kernels and threads": KERNELS + max(MORE_OF_THEM, LIBRARIES - (_status("RssFile") or LIBRARIES)),
         "KDA state": state_bytes(config),
         f"latent cache, {context} positions": context * position_bytes(config),
         "vectors and convolutions": sum(_vector_bytes(e) for name, e in extents.items() if name not in streams),
