@@ -128,7 +128,7 @@ class PlanError(UsageError):
         self.least = least
 
 
-KERNELS = 26_000_000  # private memory of compiled kernels and their threads, after the first pass
+KERNELS = 28_000_000  # private memory of compiled kernels and their threads, after the first pass
 LIBRARIES, MORE_OF_THEM = 97_000_000, 12_000_000  # pages of library files in memory by then; or, where most were before, how many more
 SLOT = 4 << 20  # bytes of a ring slot: long enough that Python is seldom asked, short enough that all threads end together
 SLOTS = 4  # one a reader and one ahead
