@@ -26,14 +26,17 @@ IDS = "5,9,17,3,11"
 KEPT = ("ids", "threads", "step_seconds", "step_bytes", "peak_rss_bytes", "plan", "wall_seconds", "compute_seconds", "io_wait_seconds",
         "expert_requests", "expert_hits", "read_bytes_per_second")
 LONG = """
-import dataclasses, json, sys, k3lib
+import json, sys, time, k3lib
 model = k3lib.load(sys.argv[1], sys.argv[2], threads=2, context=4096)
 for state in model.state:
     if not isinstance(state, tuple):  # a latent cache, as it is after so many tokens
         state[:] = 0.01
-model.position = 4094
-model.prefill([5]), model.prefill([9])
-print(json.dumps(model.report.as_dict()))
+model.position, seconds = 4094, []
+for token in (5, 9):
+    began = time.perf_counter()
+    model.step(token)
+    seconds.append(time.perf_counter() - began)
+print(json.dumps({**model.report.as_dict(), "step_seconds": seconds}))
 """
 
 
@@ -102,7 +105,7 @@ def with_vocabulary(folder, scratch):
     "A folder of links to the checkpoint's files and to the vocabulary that K3_TIKTOKEN names."
     for file in Path(folder).resolve().iterdir():
         (scratch / file.name).symlink_to(file)
-    (scratch / "tiktoken.model").symlink_to(os.environ["K3_TIKTOKEN"])
+    (scratch / "tiktoken.model").symlink_to(Path(os.environ["K3_TIKTOKEN"]).resolve())
     return scratch
 
 
@@ -166,6 +169,8 @@ def main():
                 row, _ = decode(model, lowest, 2, 2, prompt=("--prompt", "How small can it be?"), limited=True)
                 table.add(f"{lowest}, a prompt of text", row, size(lowest))
     print(f"the same logits in every row; figures in {args.json}")
+    if GROUP.exists():
+        GROUP.rmdir()
 
 
 if __name__ == "__main__":
