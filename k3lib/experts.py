@@ -5,7 +5,7 @@ Made from book/05_streaming/04_experts.py: edit that, then run `make export`.
 # built on linear 81fbfbd1064c
 # built on moe 909bef8454c6
 # built on mxfp4 912a37cabbe0
-# built on trunk 5185a02121f4
+# built on trunk 6b634807877c
 
 import threading
 import time
@@ -114,9 +114,7 @@ class Arriving:
             start = packed.offset + first * row
             place = at + (start - start % PAGE - packed.offset + packed.offset % PAGE if self.kept else 0)
             rows = self._read(packed, first, min(piece, n - first), place)
-            began, busy = time.perf_counter(), time.thread_time()
-            mxfp4_rows(rows, scale[first:first + piece], halves, out, first)
-            self.files.note("arithmetic", began, rows.nbytes, time.thread_time() - busy)
+            self.files.multiply(rows.nbytes, mxfp4_rows, rows, scale[first:first + piece], halves, out, first)
         self._missing.discard(name)
 
     def _read(self, extent, first, rows, place):
@@ -259,9 +257,7 @@ class Experts:
             if isinstance(what, BaseException):
                 raise what
             if isinstance(what, Expert):
-                began, busy = time.perf_counter(), time.thread_time()
-                call(key[1], what)
-                self.files.note("arithmetic", began, self.nbytes, time.thread_time() - busy)
+                self.files.multiply(self.nbytes, call, key[1], what)
                 return what
             if call is None:
                 return read_expert(self.files, self.extents(*key), self._memory[what])

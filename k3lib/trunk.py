@@ -216,6 +216,12 @@ class Files:
             if self.log is not None:
                 self.log.append(Event(what, threading.current_thread().name, began, ended, nbytes))
 
+    def multiply(self, nbytes, work, *args):
+        "work(*args), its processor time and its Event counted as arithmetic on `nbytes`."
+        began, busy = time.perf_counter(), time.thread_time()
+        work(*args)
+        self.note("arithmetic", began, nbytes, time.thread_time() - busy)
+
     @property
     def read_seconds(self):
         "Seconds inside read calls, summed over the readers."
@@ -322,9 +328,7 @@ class Ring:
         many rows it has done; `work` gets the others. Returns when all calls have ended; raises what one of them, or a reader, raised.
         """
         def call(read, data):
-            began, busy = time.perf_counter(), time.thread_time()
-            work(read, data)
-            self.files.note("arithmetic", began, read.nbytes, time.thread_time() - busy)
+            self.files.multiply(read.nbytes, work, read, data)
 
         began, busy = time.perf_counter(), self.files.seconds["arithmetic"]
         with self._turn:
@@ -588,21 +592,21 @@ class Streamed:
             yield read.first, data.reshape(read.rows, *self.shape[1:])
             self.ring.release(number)
 
-    def each(self, work, threads):
+    def each(self, work, threads, stream=None):
         """Call work(first row, rows [m, k]) on every block, in any order, at most `threads` at a time, on the thread that
-        has read it: the rows are still in that core's cache. Returns when all calls have."""
+        has read it: the rows are still in that core's cache. Returns when all calls have. `stream`: as Ring.each takes it."""
         def call(read, data):
             work(read.first, data.reshape(read.rows, *self.shape[1:]))
-        self.ring.each(self.number, len(self.reads), call, threads)
+        self.ring.each(self.number, len(self.reads), call, threads, stream)
 
     def multiply(self, x, out, threads):
         "out float32 [T, n] = x W^T for x as `linear` lays it out. What has not been read ahead is read and multiplied in pieces."
-        def work(read, data):
-            matmul_rows(data.reshape(read.rows, self.shape[1]), x, out, read.first)
+        def work(first, rows):
+            matmul_rows(rows, x, out, first)
 
         def stream(read, slot):
             return stream_rows(self.ring.files, read, slot, x, out)
-        self.ring.each(self.number, len(self.reads), work, at_once(threads), stream if COMPILED_READS else None)
+        self.each(work, at_once(threads), stream if COMPILED_READS else None)
 
 
 def as_float32(array):

@@ -7,7 +7,6 @@ written to out/ if they are not there.
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 import numba
 import numpy as np
 from numba import njit, prange
+from scale import machine
 
 import k3lib
 from k3lib.decode import PlanError
@@ -193,14 +193,6 @@ def full_shape():
             "peak_bytes": report["peak_rss_bytes"], "planned_bytes": report["plan"]["total"], "ids": report["ids"]}
 
 
-def processor():
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
-
-
 def table(r):
     "The rows of the table: what, measured, target, met."
     k, c, s, f, o = r["kernels"], r["cold_start"], r["streaming"], r["full_shape"], r["context"]
@@ -248,11 +240,11 @@ def main():
     args.add_argument("--json", default=str(ROOT / "out" / "bench.json"))
     args = args.parse_args()
     began = time.perf_counter()
-    result = {"machine": f"{processor()}, {os.cpu_count()} cores", "date": str(date.today()), "threads": numba.config.NUMBA_NUM_THREADS}
+    result = {"machine": machine(), "date": str(date.today()), "threads": numba.config.NUMBA_NUM_THREADS}
     for name, measure in (("cold_start", cold_start), ("full_shape", full_shape), ("kernels", kernels), ("context", context), ("streaming", streaming)):
         result[name] = measure()
         print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-    print(f"{result['machine']}, {result['date']}; the full shape and the slice have synthetic weights")
+    print(f"{result['machine']['cpu']}, {result['machine']['cores']} cores, {result['date']}; the full shape and the slice have synthetic weights")
     for what, measured, target, met in table(result):
         print(f"  {what:<46}{measured:>20}   {'' if met is None else ('met:    ' if met else 'NOT met: ') + target}")
     Path(args.json).parent.mkdir(exist_ok=True)
