@@ -167,9 +167,9 @@ class Files:
     def stream(self, extent, offset, part, pieces, loop):
         """Have compiled code read from byte `offset` of `extent` and work on what it reads: loop(descriptor, journal) -> pieces done.
 
-        `pieces`: the bytes of each. In row 0 of `journal`, float64 [1 + pieces, 4], the loop writes when it began (column 1); in the
-        others when a piece was there, when it was done with, the bytes moved, and the processor seconds of the work. Returns 0 for a
-        file that is not read directly.
+        `pieces`: the bytes of each. In the rows of `journal`, float64 [1 + pieces, 4], after the first, the loop writes when a piece
+        was there, when it was done with, the bytes moved, and the processor seconds of the work; in row 0 the seconds of all reads,
+        when the loop began, and the sums of the last two columns. Returns 0 for a file that is not read directly.
         """
         file = self._begin(extent, offset)
         done, journal = 0, np.zeros((len(pieces) + 1, 4))
@@ -178,13 +178,11 @@ class Files:
             if direct:
                 done = loop(descriptor, journal)
         finally:
-            self._end(part, sum(pieces[:done]), int(journal[1:done + 1, 2].sum()))
-        read = journal[1:done + 1, 0] - journal[:done, 1]
-        with self._turn:
-            self.seconds[part] += float(read.sum())
-            self.seconds["arithmetic"] += float(journal[1:done + 1, 3].sum())
-            if self.log is not None:
-                name = threading.current_thread().name
+            read, _, moved, worked = journal[0].tolist()
+            self._end(part, sum(pieces[:done]), int(moved), read, worked)
+        if self.log is not None:
+            name = threading.current_thread().name
+            with self._turn:
                 for before, (arrived, ended, *_), nbytes in zip(journal[:done, 1], journal[1:done + 1], pieces):
                     self.log += Event(part, name, before, arrived, nbytes), Event("arithmetic", name, arrived, ended, nbytes)
         return done
@@ -200,9 +198,11 @@ class Files:
             self._reading += 1
             return file
 
-    def _end(self, part, nbytes, moved):
+    def _end(self, part, nbytes, moved, read=0.0, worked=0.0):
         with self._turn:
             self._reading -= 1
+            self.seconds[part] += read
+            self.seconds["arithmetic"] += worked
             self.bytes_read[part] += nbytes
             self.moved += moved
             if self._closed:
@@ -271,6 +271,13 @@ class Read(NamedTuple):
         skipped = rows * (self.nbytes // self.rows)
         return self._replace(first=self.first + rows, rows=self.rows - rows, begin=self.begin + skipped, nbytes=self.nbytes - skipped)
 
+    def through(self, last):
+        "One read from here to the end of `last`, a later read of the same tensor."
+        return self._replace(rows=last.first + last.rows - self.first, nbytes=last.begin + last.nbytes - self.begin)
+
+
+LONGEST_RUN = 16  # blocks: no reader is away for long when the caller gives up
+
 
 class Ring:
     """Aligned slots that readers fill in the order of a cyclic list of reads, ahead of the arithmetic.
@@ -324,8 +331,8 @@ class Ring:
         """Have the readers call work(read, data) on each of `count` blocks from `number`, the next, in any order, at most
         `threads` at a time.
 
-        A block that has not been read yet is first offered to stream(read, slot), which reads and works on its own and returns how
-        many rows it has done; `work` gets the others. Returns when all calls have ended; raises what one of them, or a reader, raised.
+        Blocks that have not been read yet are first offered to stream(read, slot), one or a run of them as one read, which reads and
+        works on its own and returns how many rows it has done; `work` gets the others. Returns when all calls have ended; raises what one of them, or a reader, raised.
         """
         def call(read, data):
             self.files.multiply(read.nbytes, work, read, data)
@@ -407,8 +414,9 @@ class Ring:
             result = self._do(*job)
 
     def _next(self):
-        "(block, call): a block of the open matrix that was read ahead, else the next read; None while there is no slot for it."
-        call = self._call if self._calling < self._most else None
+        """(block, blocks, call): a block of the open matrix that was read ahead, else the next read, or a run of them for whoever
+        streams; None while there is no slot for it."""
+        call, count = self._call if self._calling < self._most else None, 1
         if self._due and call is not None:
             number = self._due.pop()
         elif self._free and not self._paused:
@@ -417,7 +425,9 @@ class Ring:
                 call = None
             if call is None and len(self._filled) + self._busy - self._calling >= self.ahead:
                 return None
-            self._issued += 1
+            if call is not None and self._stream is not None:
+                count = min(max(1, (self._until - number) // (2 * len(self._readers))), LONGEST_RUN)
+            self._issued += count
             self._slot[number] = self._free.pop()
         else:
             return None
@@ -425,24 +435,27 @@ class Ring:
         self._calling += call is not None
         if self._waiting and (self._free or self._due):
             self._work.notify()
-        return number, call
+        return number, count, call
 
-    def _do(self, number, call):
-        "The block's data, or None if they were given to `call`; or what was raised."
-        read, slot = self.reads[(number - self._first) % len(self.reads)], self.memory[self._slot[number]]
+    def _do(self, number, count, call):
+        "The block's data, or None if they, or those of a run of blocks, were given to `call`; or what was raised."
+        at, slot = (number - self._first) % len(self.reads), self.memory[self._slot[number]]
+        reads = self.reads[at:at + count]
         try:
             data = self._filled.pop(number, None)
-            if data is None and call is not None and self._stream is not None:
-                read = read.after(self._stream(read, slot))
-                if not read.rows:
-                    return None
-            if data is None:
-                data = self._fill(slot, read)
             if call is None:
-                return data
+                return self._fill(slot, reads[0])
             if isinstance(data, BaseException):
                 raise data
-            call(read, data)
+            if data is not None:
+                return call(reads[0], data)
+            done = self._stream(reads[0].through(reads[-1]), slot) if self._stream is not None else 0
+            for read in reads:
+                skip = min(done, read.rows)
+                done -= skip
+                if skip < read.rows:
+                    rest = read.after(skip)
+                    call(rest, self._fill(slot, rest))
         except BaseException as error:  # whatever it is, the consumer must hear of it
             return error
 
@@ -450,7 +463,7 @@ class Ring:
         start = self.files.read(slot, read.extent, read.begin, read.nbytes, read.part)
         return typed(slot, start, read.nbytes, read.extent.dtype)
 
-    def _settle(self, number, call, result):
+    def _settle(self, number, count, call, result):
         self._busy -= 1
         if call is None:
             self._filled[number] = result
@@ -459,7 +472,7 @@ class Ring:
             self._news.notify()
             return
         self._calling -= 1
-        self._left -= 1
+        self._left -= count
         self._give_back(number)
         if result is not None:
             self._failure = result
@@ -520,19 +533,24 @@ def clock(typingctx, which):
 
 
 @njit(**INNER)
-def read_piece(descriptor, offset, nbytes, slot, at, note):
-    "Read `nbytes` at `offset` into slot[at:], `at` a whole page; returns where they begin, -1 if not all of them came. `note`: a journal's row."
+def read_piece(descriptor, offset, nbytes, slot, at, journal, p):
+    "Read piece `p`, `nbytes` at `offset`, into slot[at:], `at` a whole page; returns where it begins, -1 if not all of it came."
     low = offset - offset % PAGE
     want = (offset + nbytes - low + PAGE - 1) // PAGE * PAGE
     got = _pread(descriptor, slot, at, want, low)
-    note[0], note[2], note[3] = clock(WALL), got, clock(BUSY)
-    return at + offset - low if got >= offset + nbytes - low else -1
+    if got < offset + nbytes - low:
+        return -1
+    journal[p + 1, 0], journal[p + 1, 2], journal[p + 1, 3] = clock(WALL), got, clock(BUSY)
+    journal[0, 0] += journal[p + 1, 0] - journal[p, 1]
+    journal[0, 2] += got
+    return at + offset - low
 
 
 @njit(**INNER)
-def worked(note):
-    "Write down that the piece has been multiplied."
-    note[1], note[3] = clock(WALL), clock(BUSY) - note[3]
+def worked(journal, p):
+    "Write down that piece `p` has been multiplied."
+    journal[p + 1, 1], journal[p + 1, 3] = clock(WALL), clock(BUSY) - journal[p + 1, 3]
+    journal[0, 3] += journal[p + 1, 3]
 
 
 @njit(**KERNEL)
@@ -542,12 +560,12 @@ def _stream_rows(descriptor, offset, rows, piece, slot, elements, k, x, out, fir
     row = k * elements.itemsize
     for p in range(len(journal) - 1):
         n = min(piece, rows - p * piece)
-        begin = read_piece(descriptor, offset + p * piece * row, n * row, slot, 0, journal[p + 1])
+        begin = read_piece(descriptor, offset + p * piece * row, n * row, slot, 0, journal, p)
         if begin < 0 or begin % elements.itemsize:
             return p
         start = begin // elements.itemsize
         matmul_rows(elements[start:start + n * k].reshape(n, k), x, out, first + p * piece)
-        worked(journal[p + 1])
+        worked(journal, p)
     return len(journal) - 1
 
 
@@ -823,4 +841,4 @@ class Packed:
         return (self.packed if name in self.packed else self.checkpoint).extent(name)
 
 
-__all__ = ['PAGE', 'CORES', 'MOST_READERS', 'ONE_READ', 'ITEMSIZE', 'ARRAY_DTYPE', 'aligned', 'widened', 'File', 'Event', 'Files', 'typed', 'Read', 'Ring', 'row_blocks', 'COMPILED_READS', 'PIECE', 'WALL', 'BUSY', 'clock', 'read_piece', 'worked', 'pieces_of', 'stream_rows', 'at_once', 'Streamed', 'as_float32', 'is_matrix', 'Trunk', 'CHUNK', 'data_runs', 'pack', 'Packed']
+__all__ = ['PAGE', 'CORES', 'MOST_READERS', 'ONE_READ', 'ITEMSIZE', 'ARRAY_DTYPE', 'aligned', 'widened', 'File', 'Event', 'Files', 'typed', 'Read', 'LONGEST_RUN', 'Ring', 'row_blocks', 'COMPILED_READS', 'PIECE', 'WALL', 'BUSY', 'clock', 'read_piece', 'worked', 'pieces_of', 'stream_rows', 'at_once', 'Streamed', 'as_float32', 'is_matrix', 'Trunk', 'CHUNK', 'data_runs', 'pack', 'Packed']

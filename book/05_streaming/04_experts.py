@@ -137,11 +137,11 @@ def _stream_packed(descriptor, offset, rows, piece, slot, at, kept, scale, halve
         first = p * piece
         n, start = min(piece, rows - first), offset + first * row
         place = at + start - start % PAGE - low if kept else at
-        begin = read_piece(descriptor, start, n * row, slot, place, journal[p + 1])
+        begin = read_piece(descriptor, start, n * row, slot, place, journal, p)
         if begin < 0:
             return p
         mxfp4_rows(slot[begin:begin + n * row].reshape(n, row), scale[first:first + n], halves, out, first)
-        worked(journal[p + 1])
+        worked(journal, p)
     return len(journal) - 1
 
 
@@ -338,7 +338,7 @@ class Experts:
         self._resident = OrderedDict()  # (layer, e) -> (slot, Expert), least recently used first
         self._held = set()  # resident keys that are requested and not yet used
         self._pending, self._ready = deque(), deque()  # keys to fetch; (key, Expert or what was raised)
-        self._due = self._fetching = self._calling = self._most = 0
+        self._due = self._fetching = self._calling = self._most = self._waiting = 0
         self._call = self._failure = None
         self._ahead = self._stopped = False  # ahead: these slots keep, so what is requested can be fetched before its turn
         self._threads = [threading.Thread(target=self._serve, name=f"k3-experts-{i}", daemon=True) for i in range(readers)]
@@ -410,7 +410,9 @@ class Experts:
                 if job is not None:
                     self._settle(*job, result)
                 while not self._stopped and (job := self._next()) is None:
+                    self._waiting += 1
                     self._work.wait()
+                    self._waiting -= 1
                 if self._stopped:
                     return
             result = self._do(*job)
@@ -472,8 +474,10 @@ class Experts:
                 self._resident.move_to_end(key)
             if isinstance(result, BaseException):
                 self._failure, self._call = result, None
-        self._news.notify()
-        self._work.notify()
+        if self._due == 0 or self._call is None:
+            self._news.notify()
+        if self._waiting and (self._ready or self._pending):
+            self._work.notify()
 
     def close(self):
         "End the readers; whoever waits for an expert gets a RuntimeError."
