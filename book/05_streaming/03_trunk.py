@@ -475,11 +475,12 @@ class Ring:
         self._turn = threading.Lock()
         self._work, self._news = threading.Condition(self._turn), threading.Condition(self._turn)  # for readers; for the consumer
         self._stopped = self._paused = self._failed = False
-        self._issued = self._taken = self._first = 0  # next block to read, next to hand out, the one the walk began with
+        self._issued = self._taken = self._first = 0  # next block to read ahead, next to hand out, the one the walk began with
         self._free = [*range(slots)]  # the slot given back last goes out first: it is still in a cache
         self._slot, self._filled = {}, {}  # block: slot, from its issue to its release; block: data or what was raised
         self._call = self._stream = self._failure = None
-        self._until, self._most, self._due = 0, 0, []  # blocks below `until` are for `call`, at most so many at a time
+        self._at = self._until = self._most = 0  # blocks from `at` to `until` are for `call` to read, at most so many at a time
+        self._due = []  # blocks of the open matrix that were read ahead
         self._left = self._calling = self._busy = self._waiting = 0  # calls not ended; readers that call; at work; without work
         self._readers = [threading.Thread(target=self._serve, name=f"k3-trunk-{i}", daemon=True) for i in range(readers)]
         for thread in self._readers:
@@ -521,14 +522,16 @@ class Ring:
             self._claim(number, count)
             self._call, self._stream, self._most, self._failure = call, stream, threads, None
             self._left, self._until = count, number + count
-            self._due = [n for n in range(number, self._until) if n in self._filled]
+            self._at = min(max(number, self._issued), self._until)
+            self._issued = max(self._issued, self._until)
+            self._due = [n for n in range(number, self._at) if n in self._filled]
             self._work.notify_all()
             try:
                 while self._left and self._failure is None and not self._stopped:
                     self._news.wait()
             finally:
                 self._failed = self._left > 0 or self._failure is not None
-                self._call, self._until = None, 0
+                self._call, self._at, self._until = None, 0, 0
                 self._due.clear()
                 while self._calling:
                     self._news.wait()
@@ -593,28 +596,35 @@ class Ring:
             result = self._do(*job)
 
     def _next(self):
-        """(block, blocks, call): a block of the open matrix that was read ahead, else the next read, or a run of them for whoever
-        streams; None while there is no slot for it."""
-        call, count = self._call if self._calling < self._most else None, 1
+        """(block, blocks, call): a block of the open matrix that was read ahead, else one to read ahead, else a run of the matrix for
+        whoever streams; None while there is no slot for it."""
+        call, number, count = self._call if self._calling < self._most else None, None, 1
         if self._due and call is not None:
             number = self._due.pop()
         elif self._free and not self._paused:
-            number = self._issued
-            if number >= self._until:
-                call = None
-            if call is None and len(self._filled) + self._busy - self._calling >= self.ahead:
-                return None
-            if call is not None and self._stream is not None:
-                count = min(max(1, (self._until - number) // (2 * len(self._readers))), LONGEST_RUN)
-            self._issued += count
-            self._slot[number] = self._free.pop()
-        else:
+            if self._reads_ahead():
+                number, call = self._issued, None
+                self._issued += 1
+            elif call is not None and self._at < self._until:
+                number = self._at
+                if self._stream is not None:
+                    count = min(max(1, (self._until - number) // (2 * len(self._readers))), LONGEST_RUN)
+                self._at += count
+            if number is not None:
+                self._slot[number] = self._free.pop()
+        if number is None:
             return None
         self._busy += 1
         self._calling += call is not None
         if self._waiting and (self._free or self._due):
             self._work.notify()
         return number, count, call
+
+    def _reads_ahead(self):
+        "Whether the next free reader goes beyond the open matrix. While that has blocks to read one at a time does, and never into the last slot."
+        coming = self._busy - self._calling
+        open_matrix = self._at < self._until
+        return len(self._filled) + coming < self.ahead and not (open_matrix and (coming or len(self._free) == 1))
 
     def _do(self, number, count, call):
         "The block's data, or None if they, or those of a run of blocks, were given to `call`; or what was raised."
