@@ -4,10 +4,10 @@ Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
 # built on checkpoint 7ce80a795ed0
 # built on config e9f076b66d65
-# built on experts 7f637be684f5
+# built on experts f98040f1ac51
 # built on model 6647573cb60d
 # built on tokenizer 2e9895b018e7
-# built on trunk 3e31a1391d5d
+# built on trunk e3d688836d91
 
 import ctypes
 import dataclasses

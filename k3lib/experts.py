@@ -5,7 +5,7 @@ Made from book/05_streaming/04_experts.py: edit that, then run `make export`.
 # built on linear 81fbfbd1064c
 # built on moe 909bef8454c6
 # built on mxfp4 912a37cabbe0
-# built on trunk 3e31a1391d5d
+# built on trunk e3d688836d91
 
 import threading
 import time
@@ -67,7 +67,7 @@ def _stream_packed(descriptor, offset, rows, piece, slot, at, kept, scale, halve
     "The rows of a packed matrix at `offset`, read `piece` at a time into slot[at:], one after the other if `kept`; returns the pieces done."
     journal[0, 1] = clock(WALL)
     row, low = 16 * scale.shape[1], offset - offset % PAGE
-    for p in range(len(journal) - 1):
+    for p in range(journal.shape[0] - 1):
         first = p * piece
         n, start = min(piece, rows - first), offset + first * row
         place = at + start - start % PAGE - low if kept else at
@@ -109,7 +109,7 @@ class Arriving:
         n, row = packed.shape
         piece, pieces = pieces_of(n, row)
         done = self.files.stream(packed, 0, "experts", pieces, lambda descriptor, journal: _stream_packed(
-            descriptor, packed.offset, n, piece, self.slot, at, self.kept, scale, halves, out, journal)) if COMPILED_READS else 0
+            descriptor, packed.offset, n, piece, self.slot, at, self.kept, scale, halves, out, journal)) or 0 if COMPILED_READS else 0
         for first in range(done * piece, n, piece):  # what compiled code could not read
             start = packed.offset + first * row
             place = at + (start - start % PAGE - packed.offset + packed.offset % PAGE if self.kept else 0)

@@ -133,7 +133,7 @@ def _stream_packed(descriptor, offset, rows, piece, slot, at, kept, scale, halve
     "The rows of a packed matrix at `offset`, read `piece` at a time into slot[at:], one after the other if `kept`; returns the pieces done."
     journal[0, 1] = clock(WALL)
     row, low = 16 * scale.shape[1], offset - offset % PAGE
-    for p in range(len(journal) - 1):
+    for p in range(journal.shape[0] - 1):
         first = p * piece
         n, start = min(piece, rows - first), offset + first * row
         place = at + start - start % PAGE - low if kept else at
@@ -175,7 +175,7 @@ class Arriving:
         n, row = packed.shape
         piece, pieces = pieces_of(n, row)
         done = self.files.stream(packed, 0, "experts", pieces, lambda descriptor, journal: _stream_packed(
-            descriptor, packed.offset, n, piece, self.slot, at, self.kept, scale, halves, out, journal)) if COMPILED_READS else 0
+            descriptor, packed.offset, n, piece, self.slot, at, self.kept, scale, halves, out, journal)) or 0 if COMPILED_READS else 0
         for first in range(done * piece, n, piece):  # what compiled code could not read
             start = packed.offset + first * row
             place = at + (start - start % PAGE - packed.offset + packed.offset % PAGE if self.kept else 0)
