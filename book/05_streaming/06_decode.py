@@ -185,7 +185,7 @@ for what, n in (("resident", resident_bytes()), ("peak", peak_bytes()), ("availa
 # A budget $R$ is spent in the order of what a byte saves. First what nothing runs without: interpreter and kernels, KDA state,
 # latent cache, vectors, activations, a ring of row blocks, a few slots for experts to pass through. Then the trunk from the front of
 # the walk: a pinned byte saves one byte of reading on **every** token. What is left when all of it is pinned becomes slots that keep
-# experts, where a byte saves something only if its expert is chosen again (5.4.7).
+# experts, where a byte saves something only if its expert is chosen again (5.4.11).
 #
 # | part | bytes | in K3 |
 # |---|---|---|
@@ -847,7 +847,7 @@ print(f"the state alone: {shown_size(state)}; pinned with what a gigabyte leaves
 #
 # Why pin, and not cache? The walk is a cycle, and on a cycle the least recently used block is the one needed next: an LRU of 90% of the trunk
 # would save nothing, pinned it saves 90% (5.3.10). Why the trunk first? A pinned gigabyte is a gigabyte less at every token. A token asks for
-# 25.8 GB of experts, and below that a cache of them forgets each before it is asked for again (5.4.7).
+# 25.8 GB of experts, and a gigabyte of cache for them saves two thirds of one at best (5.4.11).
 
 # %% tags=["nbval-ignore-output"]
 ladder = [row for row in measured["rows"] if row["what"] == f"{row['ram'] // 10**9}GB"]
