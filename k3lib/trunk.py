@@ -525,7 +525,7 @@ def row_blocks(extent, multiple, slot_bytes, part):
 
 
 COMPILED_READS = sys.platform == "linux" and sys.maxsize > 2**32  # elsewhere the same reads are made from Python, a slot at a time
-PIECE = 1 << 20  # bytes read and multiplied at a time: with a vector they stay in a core's own cache
+PIECE = 1 << 19  # bytes read and multiplied at a time: two readers' pieces and a vector stay in a core's own cache
 WALL, BUSY = 1, 3  # Linux's numbers of two clocks: that of time.perf_counter, and the processor time of this thread
 
 
