@@ -4,10 +4,10 @@ Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
 # built on checkpoint 7ce80a795ed0
 # built on config e9f076b66d65
-# built on experts b2d496d7f96b
-# built on model 6647573cb60d
+# built on experts 73e14b723da2
+# built on model a7ba8b49aa36
 # built on tokenizer 2e9895b018e7
-# built on trunk 6b634807877c
+# built on trunk 03f4c851dd2d
 
 import ctypes
 import dataclasses
