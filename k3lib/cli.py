@@ -1,8 +1,12 @@
 """The `k3` command. Arguments in, exit code out: every command passes on to a chapter's module."""
 import argparse
+import contextlib
 import json
 import os
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 
@@ -117,6 +121,29 @@ def _census(args):
         _json(args.json, census.as_dict())
 
 
+def _verify(args):
+    from functools import partial
+
+    from k3lib.checkpoint import CheckpointError
+    from k3lib.config import read_config
+    from k3lib.decode import check_tensors, progress_bar
+    from k3lib.verify import manifest_path, manifest_text, verify
+    config = read_config(args.model)
+    target = args.write_manifest and Path(args.write_manifest if args.write_manifest is not True else manifest_path(args.model))
+    _check_outputs(args.model, args.json, target)
+    found = verify(args.model, config, check_tensors, target or args.manifest, bool(target), show=_say,
+                   progress=partial(progress_bar, unit="B", desc="hashing", unit_scale=True))
+    _say(found.text())
+    if args.json:
+        _json(args.json, found.as_dict())
+    if found.damaged:
+        kept = f"; {target} is not written" if target else ""
+        raise CheckpointError(f"{len(found.damaged)} damaged: {next(iter(found.damaged.values()))}" + " ..." * (len(found.damaged) > 1) + kept)
+    if target:
+        _write(target, manifest_text(found.hashes).encode())
+        _say(f"{target}: the hashes of {len(found.hashes)} files, to be read by `k3 verify` or, in the model's folder, `sha256sum -c`")
+
+
 def _pack(args):
     from k3lib.decode import pack_trunk
     _say(pack_trunk(args.model, args.folder))
@@ -170,6 +197,15 @@ def _parser():
     census.add_argument("--json", metavar="FILE")
     census.set_defaults(run=_census)
 
+    verify = commands.add_parser("verify", help="check every file: headers, sizes, and hashes against a manifest or what the download left behind; "
+                                                "goes on where it was broken off")
+    verify.add_argument("model")
+    which = verify.add_mutually_exclusive_group()
+    which.add_argument("--manifest", metavar="FILE", help="a sha256sum file of the model's files (default: MODEL.sha256 beside the model, if there is one)")
+    which.add_argument("--write-manifest", metavar="FILE", nargs="?", const=True, help="write one, if nothing is damaged (default: MODEL.sha256 beside the model)")
+    verify.add_argument("--json", metavar="FILE", help="write the account as JSON")
+    verify.set_defaults(run=_verify)
+
     pack = commands.add_parser("pack", help="copy the trunk, read at every token, to a faster disk; goes on where it was broken off")
     pack.add_argument("model")
     pack.add_argument("folder", metavar="DIR")
@@ -186,7 +222,7 @@ def _parser():
 
 
 def _exit_code(error):
-    "2 usage, config or plan refused; 4 weights unreadable or damaged; 130 interrupted; 1 anything else."
+    "2 usage, config or plan refused; 4 weights unreadable or damaged; 1 anything else."
     from k3lib.checkpoint import CheckpointError
     from k3lib.config import ConfigError
     from k3lib.experts import TraceError
@@ -195,14 +231,62 @@ def _exit_code(error):
     from k3lib.tokenizer import TokenizerError
     if isinstance(error, CheckpointError):
         return 4
-    if isinstance(error, KeyboardInterrupt):
-        return 130
     return 2 if isinstance(error, (UsageError, TraceError, ConfigError, TokenizerError, SynthError, FileNotFoundError, NotADirectoryError)) else 1
 
 
+STOPPING = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+GRACE = 1.4  # seconds from a signal to the end, come what may
+
+
+@contextlib.contextmanager
+def _stopping(command):
+    """The first SIGINT or SIGTERM raises KeyboardInterrupt, later ones do nothing. Yields the list of those that came.
+
+    Python runs its handler between two instructions. It does not come to that while a read stalls or a kernel is long, so a thread hears of the
+    signal too, and ends the process if it is still there after GRACE seconds.
+    """
+    came, reader, writer = [], *os.pipe()
+
+    def heed(number, frame):
+        if not came:
+            came.append(number)
+            raise KeyboardInterrupt
+
+    def watch():
+        number = os.read(reader, 1)[0]
+        if number:
+            time.sleep(GRACE)
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                os.write(sys.stderr.fileno(), f"k3 {command}: {STOPPING[number]} in the middle of a read or a product that did not end\n".encode())
+            os._exit(128 + number)
+
+    os.set_blocking(writer, False)
+    before = {number: signal.signal(number, heed) for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN}
+    others = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    watcher = threading.Thread(target=watch, name="k3-signals", daemon=True)
+    watcher.start()
+    try:
+        yield came
+    finally:
+        signal.set_wakeup_fd(others)
+        if not came:  # else the watcher stays, in case the end of the process takes long
+            os.write(writer, b"\0")
+            watcher.join()
+            os.close(reader), os.close(writer)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_IGN if came else handler)
+
+
 def main(argv=None):
-    "Run one command and return its exit code: 0, or what _exit_code says."
+    "Run one command and return its exit code: 0, what _exit_code says, or 128 and the number of the signal that ended it."
     args = _parser().parse_args(argv)
+    if threading.current_thread() is not threading.main_thread():
+        return _main(args, [])
+    with _stopping(args.command) as came:
+        return _main(args, came)
+
+
+def _main(args, came):
     try:
         if sys.stdout is None:  # closed by whoever started us: print would lose the answer without a word
             raise OutputLost("standard output is closed")
@@ -211,11 +295,13 @@ def main(argv=None):
     except (Exception, KeyboardInterrupt) as error:
         if args.debug:
             raise
-        code, text = _exit_code(error), str(error)
-        if isinstance(error, KeyboardInterrupt):
-            text = "interrupted"
-        elif code == 1 and not isinstance(error, OutputLost):
-            text = f"{type(error).__name__}: {error}"
+        if came or isinstance(error, KeyboardInterrupt):  # an import that is broken off raises what it likes
+            number = came[0] if came else signal.SIGINT
+            code, text = 128 + number, f"{STOPPING[number]} {getattr(error, 'done', '')}".rstrip()
+        else:
+            code, text = _exit_code(error), str(error)
+            if code == 1 and not isinstance(error, OutputLost):
+                text = f"{type(error).__name__}: {error}"
         if sys.stderr is not None:
             print(f"k3 {args.command}: {text}", file=sys.stderr)
         return code
