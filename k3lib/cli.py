@@ -62,7 +62,7 @@ def _run(args, **lists):
         if not Path(args.prompt_file).is_file():
             raise FileNotFoundError(f"{args.prompt_file}: {'is a folder' if Path(args.prompt_file).is_dir() else 'no such file'}")
         prompt = Path(args.prompt_file).read_bytes()
-    return decode(args.model, args.ids, prompt, args.max_new_tokens, args.ram, args.trunk, args.threads, show=_say, **lists)
+    return decode(args.model, args.ids, prompt, args.max_new_tokens, args.ram, args.trunk, args.threads, show=_say, readers=args.readers, **lists)
 
 
 def _decode(args):
@@ -104,9 +104,14 @@ def _expert_bytes(model, passes):
 def _plan(args):
     from k3lib.checkpoint import Checkpoint
     from k3lib.config import read_config
-    from k3lib.decode import is_synthetic, make_plan, parse_size, whole_number
+    from k3lib.decode import is_synthetic, make_plan, measured_readers, parse_size, whole_number
     ram, context = parse_size(args.ram), whole_number("context", args.context, 1, 1 << 30)
-    _say(make_plan(read_config(args.model), Checkpoint(args.model), ram, context).text() + "\n  synthetic weights" * is_synthetic(args.model))
+    config, checkpoint, readers = read_config(args.model), Checkpoint(args.model), None
+    synthetic = is_synthetic(args.model)
+    if args.measure:
+        readers, why = measured_readers(checkpoint)
+        _say(why + "; synthetic weights: a hole is read at the memory's speed" * synthetic)
+    _say(make_plan(config, checkpoint, ram, context, readers=readers).text() + "\n  synthetic weights" * synthetic)
 
 
 def _census(args):
@@ -165,6 +170,7 @@ def _add_run(parser):
     parser.add_argument("--ram", metavar="SIZE", default="8GB", help="most memory to use: 8GB is 8e9 bytes, 8GiB 2^33 (default 8GB)")
     parser.add_argument("--trunk", metavar="DIR", help="read the trunk from a folder that `k3 pack` has filled from this model")
     parser.add_argument("--threads", metavar="N", default=None, help="threads of the arithmetic (default: all cores)")
+    parser.add_argument("--readers", metavar="N", default=None, help="threads that read (default: 4; `k3 plan MODEL --measure` finds what the device wants)")
     return given
 
 
@@ -190,6 +196,7 @@ def _parser():
     plan.add_argument("model")
     plan.add_argument("--ram", metavar="SIZE", default="8GB")
     plan.add_argument("--context", metavar="N", default="1024", help="positions there must be room for (default 1024)")
+    plan.add_argument("--measure", action="store_true", help="read from the model's device for two seconds, and plan with as many readers as it wants")
     plan.set_defaults(run=_plan)
 
     census = commands.add_parser("census", help="count a checkpoint's tensors and bytes from its headers")

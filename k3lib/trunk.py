@@ -13,7 +13,8 @@ import shutil
 import sys
 import threading
 import time
-from itertools import groupby
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count, groupby
 from typing import NamedTuple
 
 import numba
@@ -746,6 +747,34 @@ class Trunk:
             self.ring.close()
 
 
+def read_rates(path, counts=(1, 2, 4, 8, 16), seconds=0.4):
+    "{readers: bytes a second} for each of `counts` readers, that many seconds each, of the file `path`. Raises CheckpointError."
+    size, turn, rates, file = os.path.getsize(path), count(), {}, File(path)
+    pieces = max(1, size // PIECE)
+
+    def read(until):
+        buffer, moved = aligned(widened(PIECE)), 0
+        while time.perf_counter() < until:
+            at = next(turn) % pieces * PIECE
+            moved += file.read(buffer, at, min(PIECE, size - at))[1]
+        return moved
+
+    try:
+        for readers in counts:
+            began = time.perf_counter()
+            with ThreadPoolExecutor(readers) as pool:
+                moved = sum(pool.map(read, [began + seconds] * readers))
+            rates[readers] = moved / (time.perf_counter() - began)
+    finally:
+        file.close()
+    return rates
+
+
+def enough_readers(rates):
+    "The fewest readers whose rate is within a tenth of the best."
+    return min(readers for readers, rate in rates.items() if rate >= 0.9 * max(rates.values()))
+
+
 CHUNK = 1 << 20  # bytes copied or compared at a time
 
 
@@ -897,4 +926,4 @@ class Packed:
         return (self.packed if name in self.packed else self.checkpoint).extent(name)
 
 
-__all__ = ['PAGE', 'CORES', 'MOST_READERS', 'ONE_READ', 'ITEMSIZE', 'ARRAY_DTYPE', 'aligned', 'widened', 'File', 'Event', 'Files', 'typed', 'Read', 'NO_MORE', 'Ring', 'row_blocks', 'COMPILED_READS', 'PIECE', 'WALL', 'BUSY', 'clock', 'read_piece', 'worked', 'draw', 'pieces_of', 'stream_rows', 'at_once', 'Streamed', 'as_float32', 'is_matrix', 'Trunk', 'CHUNK', 'data_runs', 'pack', 'Packed']
+__all__ = ['PAGE', 'CORES', 'MOST_READERS', 'ONE_READ', 'ITEMSIZE', 'ARRAY_DTYPE', 'aligned', 'widened', 'File', 'Event', 'Files', 'typed', 'Read', 'NO_MORE', 'Ring', 'row_blocks', 'COMPILED_READS', 'PIECE', 'WALL', 'BUSY', 'clock', 'read_piece', 'worked', 'draw', 'pieces_of', 'stream_rows', 'at_once', 'Streamed', 'as_float32', 'is_matrix', 'Trunk', 'read_rates', 'enough_readers', 'CHUNK', 'data_runs', 'pack', 'Packed']

@@ -37,7 +37,8 @@ import shutil
 import sys
 import threading
 import time
-from itertools import groupby
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count, groupby
 from typing import NamedTuple
 
 import numba
@@ -1182,10 +1183,49 @@ plt.show()
 
 # %% [markdown]
 # What did not help: huge pages for the slots; a Python call a megabyte (at K3's 111 GB a token that is 110,000 calls, and two readers stand in
-# line for one interpreter); reading far ahead, because what waits has left the cache when its turn comes. One block ahead is enough to have
-# something to begin with, and keeps a device as busy as six. What did: the compiled loop; waking a thread only when there is something for it;
-# one visit to the lock a block instead of two; slots that go out last in, first out.
+# line for one interpreter); reading far ahead, because what waits has left the cache when its turn comes. What did: the compiled loop; one counter
+# for the pieces of a matrix instead of a lock a block; waking a thread only when there is something for it; a block or two of the next matrix read
+# while this one is multiplied, so that a device is never idle; slots that go out last in, first out.
 #
+# How many readers a device wants is measured, on the device. Pieces come from all over a file, once each; the fewest readers that come
+# within a tenth of the best rate are enough, and to them come those that multiply meanwhile.
+
+# %% tags=["export"]
+def read_rates(path, counts=(1, 2, 4, 8, 16), seconds=0.4):
+    "{readers: bytes a second} for each of `counts` readers, that many seconds each, of the file `path`. Raises CheckpointError."
+    size, turn, rates, file = os.path.getsize(path), count(), {}, File(path)
+    pieces = max(1, size // PIECE)
+
+    def read(until):
+        buffer, moved = aligned(widened(PIECE)), 0
+        while time.perf_counter() < until:
+            at = next(turn) % pieces * PIECE
+            moved += file.read(buffer, at, min(PIECE, size - at))[1]
+        return moved
+
+    try:
+        for readers in counts:
+            began = time.perf_counter()
+            with ThreadPoolExecutor(readers) as pool:
+                moved = sum(pool.map(read, [began + seconds] * readers))
+            rates[readers] = moved / (time.perf_counter() - began)
+    finally:
+        file.close()
+    return rates
+
+
+def enough_readers(rates):
+    "The fewest readers whose rate is within a tenth of the best."
+    return min(readers for readers, rate in rates.items() if rate >= 0.9 * max(rates.values()))
+
+# %% tags=["nbval-ignore-output"]
+rates_here = read_rates(scratch / "matrix", seconds=0.1)
+print("; ".join(f"{readers} readers {rate / 1e9:.2f} GB/s" for readers, rate in rates_here.items()), "- enough:", enough_readers(rates_here))
+
+# %%
+assert enough_readers({1: 1.0, 2: 1.85, 4: 2.0, 8: 1.9}) == 2
+
+# %% [markdown]
 # ## 5.3.10 Why the front of the walk is pinned
 #
 # Memory left over could be a cache. But a pass is a cycle: when a block is asked for again, everything else has been asked for
