@@ -25,6 +25,7 @@ from k3lib.kda import kda_recurrent, kda_state
 from k3lib.linear import Rows, linear
 from k3lib.mla import attend
 from k3lib.mxfp4 import mxfp4_matmul
+from k3lib.trunk import CORES, at_once
 
 ROOT = Path(__file__).parents[1]
 EMBEDDED = ROOT / "fixtures" / "oracle13" / "model"
@@ -148,7 +149,7 @@ def read_alone(model, expert_bytes, count):
         began, number = time.perf_counter(), ring.begin()
         for name in model.trunk.reads:
             reads = model.trunk.reads[name]
-            ring.each(number, len(reads), lambda read, data: None, 1)
+            ring.each(number, len(reads), lambda read, data: None, at_once(CORES))
             number += len(reads)
         seconds.append(time.perf_counter() - began)
     streamed = sum(read.nbytes for read in ring.reads)
@@ -189,7 +190,7 @@ def full_shape():
         subprocess.run([sys.executable, "-m", "k3lib", "decode", folder, "--ids", "5,9,17,3,11", "--max-new-tokens", "4", "--ram", "1GB",
                         "--json", record], check=True, capture_output=True)
         report = json.loads(record.read_text())
-    return {"prompt_seconds": report["step_seconds"][0], "token_seconds": float(np.median(report["step_seconds"][1:])),
+    return {"bytes_a_token": sum(report["step_bytes"][-1].values()), "prompt_seconds": report["step_seconds"][0], "token_seconds": float(np.median(report["step_seconds"][1:])),
             "peak_bytes": report["peak_rss_bytes"], "planned_bytes": report["plan"]["total"], "ids": report["ids"]}
 
 
@@ -204,6 +205,7 @@ def table(r):
         ("MXFP4 3072 x 3584, one token", f"{k['mxfp4_Gweights']['median']:.1f} G weights/s", "25", k["mxfp4_Gweights"]["median"] >= 25),
         ("full shape, 1 GB: peak", f"{f['peak_bytes'] / 1e6:.0f} MB", "1000", f["peak_bytes"] <= 1e9),
         ("full shape, 1 GB: a token", f"{f['token_seconds']:.1f} s", f"{C_ENGINE['seconds_a_token'] / 3:.1f}", f["token_seconds"] <= C_ENGINE["seconds_a_token"] / 3),
+        ("the same / (bytes of a token / memory)", f"{f['token_seconds'] / (f['bytes_a_token'] / 1e9 / memory):.2f}", "", None),
         ("full shape, 1 GB: a 5-token prompt", f"{f['prompt_seconds']:.1f} s", f"{C_ENGINE['prompt_seconds'] / 5:.1f}", f["prompt_seconds"] <= C_ENGINE["prompt_seconds"] / 5),
         ("slice from the device / max(read, compute)", f"{s['streamed_step_seconds'] / bound:.2f}", "1.15", s["streamed_step_seconds"] <= 1.15 * bound),
         ("slice, all pinned / (bytes / memory)", f"{s['pinned_step_seconds'] / (s['pinned_bytes'] / 1e9 / memory):.2f}", "1.3",
