@@ -4,10 +4,10 @@ Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
 # built on checkpoint 7ce80a795ed0
 # built on config e9f076b66d65
-# built on experts 0e0970b9319a
-# built on model 78e76cd345e3
+# built on experts 0487db852afd
+# built on model 6a4dcd823c91
 # built on tokenizer 2e9895b018e7
-# built on trunk c995c3d37d88
+# built on trunk 02261cdff7b1
 
 import contextlib
 import ctypes
@@ -28,7 +28,8 @@ from k3lib.config import read_config
 from k3lib.experts import Experts, passing_bytes, slot_bytes
 from k3lib.model import HEAD, Model, UsageError, row_multiples, tensor_name, walk_order
 from k3lib.tokenizer import Tokenizer
-from k3lib.trunk import CORES, PAGE, Files, Packed, Trunk, is_matrix, pack, row_blocks, widened
+from k3lib.trunk import (CORES, MOST_READERS, PAGE, Files, Packed, Trunk, enough_readers, is_matrix, pack, read_rates, row_blocks,
+                         widened)
 
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -132,12 +133,10 @@ class PlanError(UsageError):
 
 KERNELS = 28_000_000  # private memory of compiled kernels and their threads, after the first pass
 LIBRARIES, MORE_OF_THEM = 97_000_000, 12_000_000  # pages of library files in memory by then; or, where most were before, how many more
-SLOT = 4 << 20  # bytes of a ring slot: long enough that Python is seldom asked, short enough that all threads end together
-SLOTS = 4  # one a reader and one ahead
+SLOT = 4 << 20  # bytes of a ring slot, and of a block that is read ahead
 READ_BYTES = 250  # of one entry in the list of reads
-READERS = 3  # at least; never fewer than arithmetic threads
-EXPERT_READERS = 4  # at least; each with a slot at hand
-AHEAD = 1  # row blocks that wait for their matrix: more would have left the cache by then
+READERS = 4  # of the trunk, and of experts, each with a slot at hand; at least: never fewer than arithmetic threads
+AHEAD = 2  # row blocks that wait for their matrix: more would have left the cache by then
 MOST_CHUNK = 64
 
 
@@ -153,6 +152,7 @@ class Plan:
     slot_bytes: int
     expert_slots: int
     expert_slot_bytes: int
+    readers: int
     context: int
     chunk: int
 
@@ -161,7 +161,7 @@ class Plan:
         return sum(self.parts.values())
 
     def as_dict(self):
-        keys = ("ram", "slots", "slot_bytes", "expert_slots", "expert_slot_bytes", "context", "chunk", "pinned_bytes", "trunk_bytes")
+        keys = ("ram", "slots", "slot_bytes", "expert_slots", "expert_slot_bytes", "readers", "context", "chunk", "pinned_bytes", "trunk_bytes")
         return {"total": self.total, "parts": dict(self.parts), **{k: getattr(self, k) for k in keys}}
 
     def text(self):
@@ -197,7 +197,7 @@ def position_bytes(config):
     return 4 * len(config.mla_layers) * (config.kv_lora_rank + config.qk_rope_head_dim)
 
 
-def make_plan(config, checkpoint, ram, context, prompt_tokens=None, threads=CORES):
+def make_plan(config, checkpoint, ram, context, prompt_tokens=None, threads=CORES, readers=None):
     """Spend `ram` bytes: fixed costs, state, cache, ring, then the trunk from the front of the walk, then expert slots.
 
     Raises PlanError with the smallest budget that would do. Nothing large is allocated here.
@@ -205,12 +205,13 @@ def make_plan(config, checkpoint, ram, context, prompt_tokens=None, threads=CORE
     extents = {name: checkpoint.extent(name) for name in walk_order(config)}
     streams = {name: e for name, e in extents.items() if is_matrix(name, e)}
     trunk = sum(widened(e.nbytes) for e in streams.values())
-    slots = max(SLOTS, threads + 1)
+    readers = max(READERS if readers is None else readers, threads)
+    slots = readers + AHEAD
     slot, ring = _ring_bytes(streams, row_multiples(config), slots)
     first_moe = config.first_k_dense_replace
     an_expert = list(checkpoint.expert(first_moe, 0).values()) if first_moe < config.num_hidden_layers else []
     whole, passing = (slot_bytes(an_expert), passing_bytes(an_expert)) if an_expert else (1, 0)
-    expert, experts = min(whole, passing), max(EXPERT_READERS, threads) if an_expert else 0
+    expert, experts = min(whole, passing), readers if an_expert else 0
 
     now = resident_bytes() or 150_000_000
     fixed = {
@@ -232,18 +233,26 @@ def make_plan(config, checkpoint, ram, context, prompt_tokens=None, threads=CORE
         left, ring, slots = left + ring, 0, 0
     pinned, pinned_bytes = _front(streams, left)
     left -= pinned_bytes
-    if (len(pinned) == len(streams) or whole == expert) and left + experts * expert >= experts * whole:
+    if (len(pinned) == len(streams) or whole == expert) and left + experts * expert >= (experts + 1) * whole:
         all_experts = config.num_experts * (config.num_hidden_layers - first_moe)
-        expert, experts = whole, min((left + experts * expert) // whole, all_experts)
+        expert, experts = whole, min((left + experts * expert) // whole, all_experts + experts)  # one a reader keeps nothing
     parts = {**fixed, f"activations, chunks of {chunk}": activation_bytes(config, chunk), "ring of row blocks": ring,
              "pinned trunk": pinned_bytes, f"expert slots, {experts}": experts * expert}
-    plan = Plan(ram, parts, pinned, pinned_bytes, max(trunk, 1), slots, slot, experts, expert, context, chunk)
+    plan = Plan(ram, parts, pinned, pinned_bytes, max(trunk, 1), slots, slot, experts, expert, readers, context, chunk)
     free = available_bytes()
     if free is not None and plan.total - now > free:
         fits = int(0.99 * (now + free))  # what is free changes while it is looked at
         advice = f"a budget of {fits // 10**6} MB would fit" if fits > least else f"not even the smallest budget, {_enough(least)} MB, would fit"
         raise PlanError(None, f"the plan takes {shown_size(plan.total - now)} more, but only {shown_size(free)} of memory are free here: {advice}")
     return plan
+
+
+def measured_readers(checkpoint, threads=CORES):
+    "(readers, one line on why): as many as keep the device of the largest shard busy, and one for each thread of arithmetic."
+    rates = read_rates(max(checkpoint.files, key=os.path.getsize))
+    enough = enough_readers(rates)
+    shown = ", ".join(f"{n}: {rate / 1e9:.2f}" for n, rate in rates.items())
+    return enough + threads, f"GB/s by readers: {shown}; {enough} keep the device busy while {threads} multiply: --readers {enough + threads}"
 
 
 def _ring_bytes(streams, multiples, slots):
@@ -455,19 +464,21 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=None, on_plan=None, progress=None):
+def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=None, on_plan=None, progress=None, readers=None):
     """A Decoder for the checkpoint in folder `path`, holding at most `ram` bytes of memory ("8GB", "1GiB", an int).
 
     `trunk`: a folder that pack_trunk has filled from this checkpoint, to read the trunk from. `threads`: arithmetic threads,
     all cores if None. `context`: positions there must be room for. `prompt_tokens`: the longest prompt, if known: the
     prefill chunk need not be larger. `on_plan` is shown the Plan before anything large is allocated, `progress` the bytes
-    of each tensor pinned. Raises ConfigError, CheckpointError, TokenizerError, UsageError and FileNotFoundError.
+    of each tensor pinned. `readers`: threads that read, of the trunk and of experts, at least one a thread of arithmetic; see
+    `k3 plan --measure`. Raises ConfigError, CheckpointError, TokenizerError, UsageError and FileNotFoundError.
     """
     if _parents:
         raise RuntimeError(f"process {os.getpid()} was forked from {_parents[0]} after its OpenMP threads had started; they are not here: start it by spawn")
     return_freed_memory()
     budget = parse_size(ram)
     threads = CORES if threads is None else whole_number("threads", threads, 1, CORES)
+    readers = None if readers is None else whole_number("readers", readers, 1, MOST_READERS)
     context = whole_number("context", context, 1, 1 << 30)
     config = read_config(path)
     checkpoint = Checkpoint(path)
@@ -475,17 +486,18 @@ def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=
     walk = list(walk_order(config))
     source = checkpoint if trunk is None else Packed(checkpoint, walk, trunk)
     tokenizer = open_tokenizer(path, config)
-    plan = make_plan(config, checkpoint, budget, context, prompt_tokens, threads)
+    plan = make_plan(config, checkpoint, budget, context, prompt_tokens, threads, readers)
     if on_plan is not None:
         on_plan(plan)
     with contextlib.ExitStack() as undo:  # whatever ends this half-way, Ctrl-C among them, ends the readers
         files, read_before = Files(), read_call_bytes()
         undo.callback(files.close)
         weights = Trunk(source, walk, plan.pinned, row_multiples(config), files, part_of,
-                        plan.slots, plan.slot_bytes, max(READERS, threads), progress, AHEAD)
+                        plan.slots, plan.slot_bytes, plan.readers, progress, AHEAD)
         undo.callback(weights.close)
         experts = Experts(lambda L, e: list(checkpoint.expert(L, e).values()), files, plan.expert_slots,
-                          plan.expert_slot_bytes, max(EXPERT_READERS, threads))
+                          plan.expert_slot_bytes, plan.readers,
+                          range(config.first_k_dense_replace, config.num_hidden_layers))
         undo.callback(experts.close)
         report = Report(str(path), is_synthetic(path), threads, plan, None if trunk is None else str(trunk))
         stop = frozenset(config.eos_token_ids) | frozenset(tokenizer.stop_ids if tokenizer else ())
@@ -559,11 +571,12 @@ def progress_bar(total, unit, **how):
     return tqdm(total=total, unit=unit, disable=sys.stderr is None or not sys.stderr.isatty(), leave=False, **how)
 
 
-def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", trunk=None, threads=None, logits=None, show=print):
+def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", trunk=None, threads=None, logits=None, show=print, trace=None, readers=None):
     """One whole run: encode, plan, load, decode greedily, report. Returns the Report.
 
-    `ids` '1,2,3' or `prompt` str or bytes; `logits`: a list that receives each step's float32 [vocab]. `show` is given
-    the plan, the prompt, each token as it comes, all ids and their text, and the report. Raises what `load` raises.
+    `ids` '1,2,3' or `prompt` str or bytes; `logits`: a list that receives each step's float32 [vocab]; `trace`: one that
+    receives (layer, expert) of every request. `show` is given the plan, the prompt, each token as it comes, all ids and their
+    text, and the report. Raises what `load` raises.
     """
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 20)
     ids = prompt_ids(path, ids, prompt)
@@ -571,8 +584,9 @@ def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", trunk=None,
         raise UsageError("the prompt is empty: at least one token id is needed")
     pinning = progress_bar(None, "B", desc="pinning", unit_scale=True)
     model = load(path, ram, trunk, threads, context=len(ids) + max_new_tokens, prompt_tokens=len(ids),
-                 on_plan=lambda plan: show(plan.text()), progress=pinning.update)
+                 on_plan=lambda plan: show(plan.text()), progress=pinning.update, readers=readers)
     pinning.close()
+    model.experts.trace = trace
     passes = -(-len(ids) // model.chunk) + max_new_tokens - 1
     bar = progress_bar(passes * model.config.num_hidden_layers, "layer")
     model.on_layer = lambda L: bar.update()
@@ -602,4 +616,4 @@ def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", trunk=None,
         model.close()
 
 
-__all__ = ['UNITS', 'parse_size', 'shown_size', 'resident_bytes', 'peak_bytes', 'read_call_bytes', 'available_bytes', 'CGROUPS', 'cgroup_free', 'PlanError', 'KERNELS', 'LIBRARIES', 'MORE_OF_THEM', 'SLOT', 'SLOTS', 'READ_BYTES', 'READERS', 'EXPERT_READERS', 'AHEAD', 'MOST_CHUNK', 'Plan', 'activation_bytes', 'state_bytes', 'position_bytes', 'make_plan', 'Report', 'Decoder', 'check_tensors', 'is_synthetic', 'open_tokenizer', 'part_of', 'return_freed_memory', 'load', 'pack_trunk', 'whole_number', 'parse_ids', 'prompt_ids', 'progress_bar', 'decode']
+__all__ = ['UNITS', 'parse_size', 'shown_size', 'resident_bytes', 'peak_bytes', 'read_call_bytes', 'available_bytes', 'CGROUPS', 'cgroup_free', 'PlanError', 'KERNELS', 'LIBRARIES', 'MORE_OF_THEM', 'SLOT', 'READ_BYTES', 'READERS', 'AHEAD', 'MOST_CHUNK', 'Plan', 'activation_bytes', 'state_bytes', 'position_bytes', 'make_plan', 'measured_readers', 'Report', 'Decoder', 'check_tensors', 'is_synthetic', 'open_tokenizer', 'part_of', 'return_freed_memory', 'load', 'pack_trunk', 'whole_number', 'parse_ids', 'prompt_ids', 'progress_bar', 'decode']

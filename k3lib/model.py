@@ -8,7 +8,7 @@ Made from book/05_streaming/05_model.py: edit that, then run `make export`.
 # built on mla 4a89dc7dcccd
 # built on moe de87a7a41ad7
 # built on residual 286db147bd33
-# built on trunk c995c3d37d88
+# built on trunk 02261cdff7b1
 
 import contextlib
 import dataclasses
@@ -305,12 +305,8 @@ class Model:
                          c.rms_norm_eps, on_route=lambda ids, weights: watch("router", L, (ids, weights)))
 
     def _head(self, x, wanted):
-        "Logits float32 [T, vocab], or None. A streamed head goes by at the end of every pass, wanted or not."
-        head = self._take(HEAD)
-        if wanted:
-            return linear(head, x)
-        for _ in head.blocks():
-            pass
+        "Logits float32 [T, vocab], or None: a pass whose logits nobody wants ends before the head, and the next begins anew."
+        return linear(self._take(HEAD), x) if wanted else None
 
     def identity(self):
         """What a state belongs to, in hex: sha256 of the config, and of all vectors and the first row of every matrix of the walk.

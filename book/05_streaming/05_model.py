@@ -540,12 +540,8 @@ class Model:
                          c.rms_norm_eps, on_route=lambda ids, weights: watch("router", L, (ids, weights)))
 
     def _head(self, x, wanted):
-        "Logits float32 [T, vocab], or None. A streamed head goes by at the end of every pass, wanted or not."
-        head = self._take(HEAD)
-        if wanted:
-            return linear(head, x)
-        for _ in head.blocks():
-            pass
+        "Logits float32 [T, vocab], or None: a pass whose logits nobody wants ends before the head, and the next begins anew."
+        return linear(self._take(HEAD), x) if wanted else None
 
     def identity(self):
         """What a state belongs to, in hex: sha256 of the config, and of all vectors and the first row of every matrix of the walk.
@@ -667,7 +663,7 @@ def small_model(chunk, pinned):
     files = Files()
     trunk = Trunk(checkpoint, names, pinned, row_multiples(config), files, lambda name: "trunk", 4, 40_000, 2)
     six = lambda L, e: list(checkpoint.expert(L, e).values())
-    return Model(config, trunk, Experts(six, files, 4, slot_bytes(six(1, 0)), 2), context=64, chunk=chunk)
+    return Model(config, trunk, Experts(six, files, 4, slot_bytes(six(1, 0)), 2, range(1, config.num_hidden_layers)), context=64, chunk=chunk)
 
 
 # %%

@@ -64,7 +64,8 @@ from k3lib.config import read_config
 from k3lib.experts import Experts, passing_bytes, slot_bytes
 from k3lib.model import HEAD, Model, UsageError, row_multiples, tensor_name, walk_order
 from k3lib.tokenizer import Tokenizer
-from k3lib.trunk import CORES, PAGE, Files, Packed, Trunk, is_matrix, pack, row_blocks, widened
+from k3lib.trunk import (CORES, MOST_READERS, PAGE, Files, Packed, Trunk, enough_readers, is_matrix, pack, read_rates, row_blocks,
+                         widened)
 
 
 # %% [markdown]
@@ -190,7 +191,7 @@ for what, n in (("resident", resident_bytes()), ("peak", peak_bytes()), ("availa
 # A budget $R$ is spent in the order of what a byte saves. First what nothing runs without: interpreter and kernels, KDA state,
 # latent cache, vectors, activations, a ring of row blocks, a few slots for experts to pass through. Then the trunk from the front of
 # the walk: a pinned byte saves one byte of reading on **every** token. What is left when all of it is pinned becomes slots that keep
-# experts, where a byte saves something only if its expert is chosen again (5.4.7).
+# experts, where a byte saves something only if its expert is chosen again (5.4.11).
 #
 # | part | bytes | in K3 |
 # |---|---|---|
@@ -210,12 +211,10 @@ class PlanError(UsageError):
 
 KERNELS = 28_000_000  # private memory of compiled kernels and their threads, after the first pass
 LIBRARIES, MORE_OF_THEM = 97_000_000, 12_000_000  # pages of library files in memory by then; or, where most were before, how many more
-SLOT = 4 << 20  # bytes of a ring slot: long enough that Python is seldom asked, short enough that all threads end together
-SLOTS = 4  # one a reader and one ahead
+SLOT = 4 << 20  # bytes of a ring slot, and of a block that is read ahead
 READ_BYTES = 250  # of one entry in the list of reads
-READERS = 3  # at least; never fewer than arithmetic threads
-EXPERT_READERS = 4  # at least; each with a slot at hand
-AHEAD = 1  # row blocks that wait for their matrix: more would have left the cache by then
+READERS = 4  # of the trunk, and of experts, each with a slot at hand; at least: never fewer than arithmetic threads
+AHEAD = 2  # row blocks that wait for their matrix: more would have left the cache by then
 MOST_CHUNK = 64
 
 
@@ -231,6 +230,7 @@ class Plan:
     slot_bytes: int
     expert_slots: int
     expert_slot_bytes: int
+    readers: int
     context: int
     chunk: int
 
@@ -239,7 +239,7 @@ class Plan:
         return sum(self.parts.values())
 
     def as_dict(self):
-        keys = ("ram", "slots", "slot_bytes", "expert_slots", "expert_slot_bytes", "context", "chunk", "pinned_bytes", "trunk_bytes")
+        keys = ("ram", "slots", "slot_bytes", "expert_slots", "expert_slot_bytes", "readers", "context", "chunk", "pinned_bytes", "trunk_bytes")
         return {"total": self.total, "parts": dict(self.parts), **{k: getattr(self, k) for k in keys}}
 
     def text(self):
@@ -275,7 +275,7 @@ def position_bytes(config):
     return 4 * len(config.mla_layers) * (config.kv_lora_rank + config.qk_rope_head_dim)
 
 
-def make_plan(config, checkpoint, ram, context, prompt_tokens=None, threads=CORES):
+def make_plan(config, checkpoint, ram, context, prompt_tokens=None, threads=CORES, readers=None):
     """Spend `ram` bytes: fixed costs, state, cache, ring, then the trunk from the front of the walk, then expert slots.
 
     Raises PlanError with the smallest budget that would do. Nothing large is allocated here.
@@ -283,12 +283,13 @@ def make_plan(config, checkpoint, ram, context, prompt_tokens=None, threads=CORE
     extents = {name: checkpoint.extent(name) for name in walk_order(config)}
     streams = {name: e for name, e in extents.items() if is_matrix(name, e)}
     trunk = sum(widened(e.nbytes) for e in streams.values())
-    slots = max(SLOTS, threads + 1)
+    readers = max(READERS if readers is None else readers, threads)
+    slots = readers + AHEAD
     slot, ring = _ring_bytes(streams, row_multiples(config), slots)
     first_moe = config.first_k_dense_replace
     an_expert = list(checkpoint.expert(first_moe, 0).values()) if first_moe < config.num_hidden_layers else []
     whole, passing = (slot_bytes(an_expert), passing_bytes(an_expert)) if an_expert else (1, 0)
-    expert, experts = min(whole, passing), max(EXPERT_READERS, threads) if an_expert else 0
+    expert, experts = min(whole, passing), readers if an_expert else 0
 
     now = resident_bytes() or 150_000_000
     fixed = {
@@ -310,18 +311,26 @@ def make_plan(config, checkpoint, ram, context, prompt_tokens=None, threads=CORE
         left, ring, slots = left + ring, 0, 0
     pinned, pinned_bytes = _front(streams, left)
     left -= pinned_bytes
-    if (len(pinned) == len(streams) or whole == expert) and left + experts * expert >= experts * whole:
+    if (len(pinned) == len(streams) or whole == expert) and left + experts * expert >= (experts + 1) * whole:
         all_experts = config.num_experts * (config.num_hidden_layers - first_moe)
-        expert, experts = whole, min((left + experts * expert) // whole, all_experts)
+        expert, experts = whole, min((left + experts * expert) // whole, all_experts + experts)  # one a reader keeps nothing
     parts = {**fixed, f"activations, chunks of {chunk}": activation_bytes(config, chunk), "ring of row blocks": ring,
              "pinned trunk": pinned_bytes, f"expert slots, {experts}": experts * expert}
-    plan = Plan(ram, parts, pinned, pinned_bytes, max(trunk, 1), slots, slot, experts, expert, context, chunk)
+    plan = Plan(ram, parts, pinned, pinned_bytes, max(trunk, 1), slots, slot, experts, expert, readers, context, chunk)
     free = available_bytes()
     if free is not None and plan.total - now > free:
         fits = int(0.99 * (now + free))  # what is free changes while it is looked at
         advice = f"a budget of {fits // 10**6} MB would fit" if fits > least else f"not even the smallest budget, {_enough(least)} MB, would fit"
         raise PlanError(None, f"the plan takes {shown_size(plan.total - now)} more, but only {shown_size(free)} of memory are free here: {advice}")
     return plan
+
+
+def measured_readers(checkpoint, threads=CORES):
+    "(readers, one line on why): as many as keep the device of the largest shard busy, and one for each thread of arithmetic."
+    rates = read_rates(max(checkpoint.files, key=os.path.getsize))
+    enough = enough_readers(rates)
+    shown = ", ".join(f"{n}: {rate / 1e9:.2f}" for n, rate in rates.items())
+    return enough + threads, f"GB/s by readers: {shown}; {enough} keep the device busy while {threads} multiply: --readers {enough + threads}"
 
 
 def _ring_bytes(streams, multiples, slots):
@@ -589,19 +598,21 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=None, on_plan=None, progress=None):
+def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=None, on_plan=None, progress=None, readers=None):
     """A Decoder for the checkpoint in folder `path`, holding at most `ram` bytes of memory ("8GB", "1GiB", an int).
 
     `trunk`: a folder that pack_trunk has filled from this checkpoint, to read the trunk from. `threads`: arithmetic threads,
     all cores if None. `context`: positions there must be room for. `prompt_tokens`: the longest prompt, if known: the
     prefill chunk need not be larger. `on_plan` is shown the Plan before anything large is allocated, `progress` the bytes
-    of each tensor pinned. Raises ConfigError, CheckpointError, TokenizerError, UsageError and FileNotFoundError.
+    of each tensor pinned. `readers`: threads that read, of the trunk and of experts, at least one a thread of arithmetic; see
+    `k3 plan --measure`. Raises ConfigError, CheckpointError, TokenizerError, UsageError and FileNotFoundError.
     """
     if _parents:
         raise RuntimeError(f"process {os.getpid()} was forked from {_parents[0]} after its OpenMP threads had started; they are not here: start it by spawn")
     return_freed_memory()
     budget = parse_size(ram)
     threads = CORES if threads is None else whole_number("threads", threads, 1, CORES)
+    readers = None if readers is None else whole_number("readers", readers, 1, MOST_READERS)
     context = whole_number("context", context, 1, 1 << 30)
     config = read_config(path)
     checkpoint = Checkpoint(path)
@@ -609,17 +620,18 @@ def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=
     walk = list(walk_order(config))
     source = checkpoint if trunk is None else Packed(checkpoint, walk, trunk)
     tokenizer = open_tokenizer(path, config)
-    plan = make_plan(config, checkpoint, budget, context, prompt_tokens, threads)
+    plan = make_plan(config, checkpoint, budget, context, prompt_tokens, threads, readers)
     if on_plan is not None:
         on_plan(plan)
     with contextlib.ExitStack() as undo:  # whatever ends this half-way, Ctrl-C among them, ends the readers
         files, read_before = Files(), read_call_bytes()
         undo.callback(files.close)
         weights = Trunk(source, walk, plan.pinned, row_multiples(config), files, part_of,
-                        plan.slots, plan.slot_bytes, max(READERS, threads), progress, AHEAD)
+                        plan.slots, plan.slot_bytes, plan.readers, progress, AHEAD)
         undo.callback(weights.close)
         experts = Experts(lambda L, e: list(checkpoint.expert(L, e).values()), files, plan.expert_slots,
-                          plan.expert_slot_bytes, max(EXPERT_READERS, threads))
+                          plan.expert_slot_bytes, plan.readers,
+                          range(config.first_k_dense_replace, config.num_hidden_layers))
         undo.callback(experts.close)
         report = Report(str(path), is_synthetic(path), threads, plan, None if trunk is None else str(trunk))
         stop = frozenset(config.eos_token_ids) | frozenset(tokenizer.stop_ids if tokenizer else ())
@@ -702,11 +714,12 @@ def progress_bar(total, unit, **how):
     return tqdm(total=total, unit=unit, disable=sys.stderr is None or not sys.stderr.isatty(), leave=False, **how)
 
 
-def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", trunk=None, threads=None, logits=None, show=print):
+def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", trunk=None, threads=None, logits=None, show=print, trace=None, readers=None):
     """One whole run: encode, plan, load, decode greedily, report. Returns the Report.
 
-    `ids` '1,2,3' or `prompt` str or bytes; `logits`: a list that receives each step's float32 [vocab]. `show` is given
-    the plan, the prompt, each token as it comes, all ids and their text, and the report. Raises what `load` raises.
+    `ids` '1,2,3' or `prompt` str or bytes; `logits`: a list that receives each step's float32 [vocab]; `trace`: one that
+    receives (layer, expert) of every request. `show` is given the plan, the prompt, each token as it comes, all ids and their
+    text, and the report. Raises what `load` raises.
     """
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 20)
     ids = prompt_ids(path, ids, prompt)
@@ -714,8 +727,9 @@ def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", trunk=None,
         raise UsageError("the prompt is empty: at least one token id is needed")
     pinning = progress_bar(None, "B", desc="pinning", unit_scale=True)
     model = load(path, ram, trunk, threads, context=len(ids) + max_new_tokens, prompt_tokens=len(ids),
-                 on_plan=lambda plan: show(plan.text()), progress=pinning.update)
+                 on_plan=lambda plan: show(plan.text()), progress=pinning.update, readers=readers)
     pinning.close()
+    model.experts.trace = trace
     passes = -(-len(ids) // model.chunk) + max_new_tokens - 1
     bar = progress_bar(passes * model.config.num_hidden_layers, "layer")
     model.on_layer = lambda L: bar.update()
@@ -880,7 +894,7 @@ print(f"the state alone: {shown_size(state)}; pinned with what a gigabyte leaves
 #
 # Why pin, and not cache? The walk is a cycle, and on a cycle the least recently used block is the one needed next: an LRU of 90% of the trunk
 # would save nothing, pinned it saves 90% (5.3.10). Why the trunk first? A pinned gigabyte is a gigabyte less at every token. A token asks for
-# 25.8 GB of experts, and below that a cache of them forgets each before it is asked for again (5.4.7).
+# 25.8 GB of experts, and a gigabyte of cache for them saves two thirds of one at best (5.4.11).
 
 # %% tags=["nbval-ignore-output"]
 ladder = [row for row in measured["rows"] if row["what"] == f"{row['ram'] // 10**9}GB"]
