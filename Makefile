@@ -5,7 +5,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: decode test check export book scale bench clean
+.PHONY: decode test check export book scale matrix bench clean
 
 decode: .venv/ready
 	mkdir -p out
@@ -34,6 +34,9 @@ book: .venv/ready
 
 scale: .venv/ready
 	$(PY) tests/scale.py
+
+matrix: .venv/ready
+	$(PY) tests/matrix.py
 
 bench: .venv/ready
 	$(PY) tests/bench.py

@@ -91,6 +91,7 @@ sys.exit(cli.main(["plan", "nowhere"]))
 def test_code_that_never_comes_back_to_python_is_ended():
     run = start(script=LONG)
     assert run.stdout.readline() == "now\n"
+    time.sleep(0.5)  # from there into the product
     error = stopped(run, signal.SIGTERM)
     assert run.returncode == 143 and error == "k3 plan: terminated in the middle of a read or a product that did not end\n", error
 

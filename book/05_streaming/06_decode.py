@@ -24,6 +24,7 @@ threads = 0  # arithmetic threads; 0: all cores
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,8 +34,10 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 
+from k3lib.model import EXPERT
 from k3lib.synth import synth
 from k3lib.trunk import ITEMSIZE
+from k3lib.verify import manifest_text, verify
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 plt.style.use(ROOT / "book" / "k3.mplstyle")
@@ -923,7 +926,108 @@ plt.show()
 print("read for a token at the lowest budget:", ", ".join(f"{part} {shown_size(n)}" for part, n in ladder[0]["step_bytes"][-1].items()))
 
 # %% [markdown]
-# ## 5.6.10 The run
+# ## 5.6.10 What can go wrong between the disk and the answer
+#
+# Between the publisher and a token lie a download, a disk, a cable and 1.56 TB of chances. Three of them, on a copy of the embedded model. A file that
+# ends early is caught by arithmetic: header and file size must agree, for every tensor, before anything is read.
+
+# %%
+def said(error, folder):
+    "An error's line, without the folder that is another at every run."
+    return str(error).replace(f"{folder}/", "")
+
+
+def copied(scratch):
+    return Path(shutil.copytree(ORACLE / "model", Path(scratch, "model")))
+
+
+with tempfile.TemporaryDirectory() as scratch:
+    folder = copied(scratch)
+    shard = folder / "model-00007-of-000016.safetensors"
+    os.truncate(shard, shard.stat().st_size - 4096)
+    try:
+        load(folder, context=32)
+    except CheckpointError as error:
+        print(said(error, folder))
+
+# %% [markdown]
+# The right size with a wrong number in it. An E8M0 scale of 255 is NaN, and so is all it multiplies, zeros included; but SiTU's $\tanh$ would make an innocent 1 of an
+# infinity. So the sums are looked at before any curve sees them (1.3.4), and weights only where a sum is not finite: that costs 1 to 2% of a step here,
+# where a row has 128 weights, and less where it has 7168.
+
+# %%
+def overwrite(extent, at, byte):
+    with open(extent.file, "r+b") as file:
+        file.seek(extent.offset + at)
+        file.write(bytes([byte]))
+
+
+def first_ids(folder, n=6):
+    "The first ids of the embedded model's answer, and the expert of layer 1 that its first token's first rank chose."
+    model, routed = load(folder, ram="1GB", context=32), []
+    try:
+        model.forward(EXPECTED["prompt_ids"], watch=lambda what, L, value: routed.append(value[0][0, 0]) if (what, L) == ("router", 1) else None)
+        return list(model.generate(EXPECTED["prompt_ids"], n)), int(routed[0])
+    finally:
+        model.close()
+
+
+right, chosen = first_ids(ORACLE / "model")
+with tempfile.TemporaryDirectory() as scratch:
+    folder = copied(scratch)
+    overwrite(Checkpoint(folder).extent(EXPERT.format(1, chosen, "w1", "scale")), 7, 255)
+    try:
+        first_ids(folder)
+    except CheckpointError as error:
+        print(said(error, folder))
+
+# %% [markdown]
+# A wrong number that is a number. Nobody who reads weights can know it: one nibble is as good as another, and so are nearly all bfloat16. One byte makes
+# one weight of the last layer 8,192 or more; the answer comes fluently, with exit code 0. Only who has written down what the files were can tell.
+
+# %%
+with tempfile.TemporaryDirectory() as scratch:
+    folder, manifest = copied(scratch), Path(scratch, "model.sha256")
+    manifest.write_text(manifest_text(verify(folder, every=True).hashes))
+    name = "language_model.model.layers.12.self_attn.o_proj.weight"
+    extent = Checkpoint(folder).extent(name)
+    overwrite(extent, 1, 0x46)
+    wrong, _ = first_ids(folder)
+    print("right ids", right)
+    print("decoded  ", wrong, "- no error")
+    damaged = verify(folder, manifest=manifest).damaged
+    print("k3 verify:", *(said(said(line, folder), scratch) for line in damaged.values()))
+assert wrong != right and len(damaged) == 1
+
+# %% [markdown]
+# So: the right ids, or one line that says which file, tensor and row; and before a long run, `k3 verify`.
+#
+# The same rule holds for what a run writes. A state (`save_state`), a report and a packed trunk get their names when they are complete and on the disk; Ctrl-C
+# leaves the old file or none, and a pass that was broken off is not gone on from.
+
+# %%
+with tempfile.TemporaryDirectory() as scratch:
+    file, model = Path(scratch, "state"), load(ORACLE / "model", context=32)
+    model.prefill(EXPECTED["prompt_ids"])
+    model.save_state(file)
+    uninterrupted = model.step(EXPECTED["generated_ids"][0])
+    model.close()
+    other = load(ORACLE / "model", ram="1GB", context=16, threads=1)
+    other.load_state(file)
+    print("resumed in another budget and context, the same bytes:", other.step(EXPECTED["generated_ids"][0]).tobytes() == uninterrupted.tobytes())
+    other.close()
+    with open(file, "r+b") as damaged_state:
+        damaged_state.seek(5000)
+        damaged_state.write(b"?")
+    other = load(ORACLE / "model", context=16)
+    try:
+        other.load_state(file)
+    except CheckpointError as error:
+        print(said(error, scratch).partition(" sha256")[0], "damaged")
+    other.close()
+
+# %% [markdown]
+# ## 5.6.11 The run
 #
 # The run happens in a process of its own, as `k3 decode` would be: this notebook's kernel, with its plotting library, is no
 # part of the model's memory, and `VmHWM` of a fresh process is that process's own peak.

@@ -1,0 +1,98 @@
+"""Budgets x threads x chunk sizes x packed or not x CPU x what the expert cache keeps: one answer, compared as bytes.
+
+test_matrix.py runs it on the embedded model; `make matrix`, which is `python tests/matrix.py`, on five layers of the released width.
+"""
+import argparse
+import dataclasses
+import hashlib
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import k3lib
+from k3lib import decode
+from k3lib.checkpoint import Checkpoint
+from k3lib.config import read_config
+from k3lib.experts import slot_bytes
+from k3lib.synth import synth
+
+IDS = [304, 206, 32, 407, 493, 375]
+
+
+def as_planned(plan, whole):
+    return plan
+
+
+def as_few_as_can_be(plan, whole):
+    return dataclasses.replace(plan, expert_slots=decode.EXPERT_READERS)
+
+
+def a_few_kept(plan, whole):
+    return dataclasses.replace(plan, expert_slots=3 * decode.EXPERT_READERS, expert_slot_bytes=whole)
+
+
+CACHES = as_planned, as_few_as_can_be, a_few_kept  # (plan, bytes of an expert) -> the plan with other expert slots
+
+
+def answer(folder, ram, threads, trunk, cache, chunks, steps):
+    "{chunk size: sha256 of the logits of IDS and of some steps after them} of one loaded model."
+    first = read_config(folder).first_k_dense_replace
+    with Checkpoint(folder) as checkpoint:
+        whole = slot_bytes(list(checkpoint.expert(first, 0).values()))
+    planned, found = decode.make_plan, {}
+    with mock.patch.object(decode, "make_plan", lambda *args: cache(planned(*args), whole)):
+        model = k3lib.load(folder, ram, trunk, threads, context=len(IDS) + steps)
+    try:
+        for chunk in chunks:
+            model.reset()
+            model.chunk = chunk
+            rows = [model.forward(IDS)]
+            for _ in range(steps):
+                rows.append(model.step(int(rows[-1].reshape(-1, rows[-1].shape[-1])[-1].argmax())))
+            found[chunk] = hashlib.sha256(b"".join(row.tobytes() for row in rows)).hexdigest()
+    finally:
+        model.close()
+    return found
+
+
+def answers(folder, budgets, threads, trunks, caches, chunks, steps):
+    "Yields (budget, threads, trunk, cache, chunk, sha256) of every combination."
+    for ram, n, trunk, cache in itertools.product(budgets, threads, trunks, caches):
+        for chunk, digest in answer(folder, ram() if callable(ram) else ram, n, trunk, cache, chunks, steps).items():
+            yield ram, n, "packed" if trunk else "unpacked", cache.__name__, chunk, digest
+
+
+def main():
+    "Every budget on every CPU in a process of its own; exit code 1 if two answers differ."
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--one", nargs=3, metavar=("MODEL", "TRUNK", "RAM"), help="the combinations of one budget, on this CPU")
+    parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--budgets", nargs="+", default=["600MB", "1GB", "2GB"])
+    args = parser.parse_args()
+    if args.one:
+        folder, trunk, ram = args.one
+        for row in answers(folder, [ram], sorted({1, decode.CORES}), [None, trunk], CACHES, [1, 4, len(IDS)], 2):
+            print(*row, flush=True)
+        return 0
+    seen = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, trunk = Path(scratch, "model"), Path(scratch, "trunk")
+        synth(folder, "full", layers=args.layers, experts=args.experts)
+        decode.pack_trunk(folder, trunk)
+        for cpu, ram in itertools.product(["host", "generic"], args.budgets):
+            run = subprocess.run([sys.executable, __file__, "--one", folder, trunk, ram], stdout=subprocess.PIPE, text=True, check=True,
+                                 env={**os.environ, **({"NUMBA_CPU_NAME": cpu} if cpu != "host" else {})})
+            for line in run.stdout.splitlines():
+                print(cpu, line, flush=True)
+                seen.setdefault(line.rsplit(" ", 1)[1], []).append(f"{cpu} {line}")
+    print(f"{sum(map(len, seen.values()))} runs, {len(seen)} answer{'s' * (len(seen) != 1)}")
+    return int(len(seen) != 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
