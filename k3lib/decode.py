@@ -2,12 +2,12 @@
 
 Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
-# built on checkpoint 7ce80a795ed0
+# built on checkpoint ec49a8dade2f
 # built on config e9f076b66d65
-# built on experts 0c5cd8f2291d
+# built on experts b5dc4d10824a
 # built on model 6647573cb60d
 # built on tokenizer 2e9895b018e7
-# built on trunk 3e5d429342b7
+# built on trunk f6395fb60317
 
 import ctypes
 import dataclasses
@@ -345,6 +345,7 @@ class Decoder(Model):
         numba.set_num_threads(self.threads)  # per calling thread, so set where the arithmetic starts
         began, waited = time.perf_counter(), self._waited()
         result = super().forward(ids, last_only, watch)
+        self.trunk.files.check()
         self._report.wall_seconds += time.perf_counter() - began
         self._report.io_wait_seconds += self._waited() - waited
         return result
@@ -459,7 +460,7 @@ def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=
     plan = make_plan(config, checkpoint, budget, context, prompt_tokens, threads)
     if on_plan is not None:
         on_plan(plan)
-    files, read_before = Files(), read_call_bytes()
+    files, read_before = Files(source.identities), read_call_bytes()
     weights = Trunk(source, walk, plan.pinned, row_multiples(config), files, part_of,
                     plan.slots, plan.slot_bytes, max(READERS, threads), progress, AHEAD)
     experts = Experts(lambda L, e: list(checkpoint.expert(L, e).values()), files, plan.expert_slots,

@@ -5,7 +5,7 @@ Made from book/05_streaming/04_experts.py: edit that, then run `make export`.
 # built on linear 81fbfbd1064c
 # built on moe 909bef8454c6
 # built on mxfp4 912a37cabbe0
-# built on trunk 3e5d429342b7
+# built on trunk f6395fb60317
 
 import heapq
 import itertools
