@@ -2,12 +2,12 @@
 
 Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
-# built on checkpoint 7ce80a795ed0
-# built on config e9f076b66d65
-# built on experts b2d496d7f96b
+# built on checkpoint 04083c2fcd29
+# built on config 6e14a72f70a0
+# built on experts 2e8bf4a8ddb6
 # built on model 6647573cb60d
-# built on tokenizer 2e9895b018e7
-# built on trunk 6b634807877c
+# built on tokenizer f7bc3b7e0dd2
+# built on trunk 18ddb2ea7fca
 
 import ctypes
 import dataclasses

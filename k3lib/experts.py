@@ -5,7 +5,7 @@ Made from book/05_streaming/04_experts.py: edit that, then run `make export`.
 # built on linear 81fbfbd1064c
 # built on moe 909bef8454c6
 # built on mxfp4 912a37cabbe0
-# built on trunk 6b634807877c
+# built on trunk 18ddb2ea7fca
 
 import threading
 import time

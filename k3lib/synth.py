@@ -2,8 +2,8 @@
 
 Made from book/01_mxfp4/04_synth.py: edit that, then run `make export`.
 """
-# built on checkpoint 7ce80a795ed0
-# built on config e9f076b66d65
+# built on checkpoint 04083c2fcd29
+# built on config 6e14a72f70a0
 
 import hashlib
 import json

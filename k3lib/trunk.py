@@ -2,7 +2,7 @@
 
 Made from book/05_streaming/03_trunk.py: edit that, then run `make export`.
 """
-# built on checkpoint 7ce80a795ed0
+# built on checkpoint 04083c2fcd29
 # built on linear 81fbfbd1064c
 
 import errno
