@@ -26,7 +26,7 @@ PACKAGE = BOOK.parent / "k3lib"
 MAY_IMPORT = {
     "checkpoint": "", "mxfp4": "checkpoint", "linear": "mxfp4", "kda": "linear", "mla": "mxfp4 linear",
     "residual": "linear", "router": "linear", "moe": "mxfp4 router linear", "config": "checkpoint", "tokenizer": "checkpoint",
-    "synth": "checkpoint config",
+    "synth": "checkpoint config", "verify": "checkpoint",
     "trunk": "checkpoint linear", "experts": "linear mxfp4 moe trunk",
     "model": "checkpoint linear kda mla residual router moe config trunk experts",
     "decode": "model config tokenizer checkpoint trunk experts",

@@ -93,6 +93,29 @@ def _census(args):
         _json(args.json, census.as_dict())
 
 
+def _verify(args):
+    from functools import partial
+
+    from k3lib.checkpoint import CheckpointError
+    from k3lib.config import read_config
+    from k3lib.decode import check_tensors, progress_bar
+    from k3lib.verify import manifest_path, manifest_text, verify
+    config = read_config(args.model)
+    target = args.write_manifest and Path(args.write_manifest if args.write_manifest is not True else manifest_path(args.model))
+    _check_outputs(args.model, args.json, target)
+    found = verify(args.model, config, check_tensors, target or args.manifest, bool(target), show=_say,
+                   progress=partial(progress_bar, unit="B", desc="hashing", unit_scale=True))
+    _say(found.text())
+    if args.json:
+        _json(args.json, found.as_dict())
+    if found.damaged:
+        kept = f"; {target} is not written" if target else ""
+        raise CheckpointError(f"{len(found.damaged)} damaged: {next(iter(found.damaged.values()))}" + " ..." * (len(found.damaged) > 1) + kept)
+    if target:
+        _write(target, manifest_text(found.hashes).encode())
+        _say(f"{target}: the hashes of {len(found.hashes)} files, to be read by `k3 verify` or, in the model's folder, `sha256sum -c`")
+
+
 def _pack(args):
     from k3lib.decode import pack_trunk
     _say(pack_trunk(args.model, args.folder))
@@ -133,6 +156,15 @@ def _parser():
     census.add_argument("model")
     census.add_argument("--json", metavar="FILE")
     census.set_defaults(run=_census)
+
+    verify = commands.add_parser("verify", help="check every file: headers, sizes, and hashes against a manifest or what the download left behind; "
+                                                "goes on where it was broken off")
+    verify.add_argument("model")
+    which = verify.add_mutually_exclusive_group()
+    which.add_argument("--manifest", metavar="FILE", help="a sha256sum file of the model's files (default: MODEL.sha256 beside the model, if there is one)")
+    which.add_argument("--write-manifest", metavar="FILE", nargs="?", const=True, help="write one, if nothing is damaged (default: MODEL.sha256 beside the model)")
+    verify.add_argument("--json", metavar="FILE", help="write the account as JSON")
+    verify.set_defaults(run=_verify)
 
     pack = commands.add_parser("pack", help="copy the trunk, read at every token, to a faster disk; goes on where it was broken off")
     pack.add_argument("model")

@@ -5,7 +5,7 @@
 # names, types, shapes and file sizes, in about 5 GB of real bytes and a great many zeros. At the end you can make one of any shape, know
 # why its holes are honest, and know what it cannot show.
 #
-# prev: [1.3 Rows, norms and the floating-point contract](03_linear.ipynb) · [contents](../README.md) · next: [2.1 Kimi Delta Attention](../02_kda/01_kda.ipynb)
+# prev: [1.3 Rows, norms and the floating-point contract](03_linear.ipynb) · [contents](../README.md) · next: [1.5 Whether every byte is right](05_verify.ipynb)
 
 # %%
 import time
@@ -927,7 +927,7 @@ for label, make in ladder.items():
 # 2. Give layer 50 an `o_proj` of zeros (`runs` returns nothing). How many of eight generated ids change? What if it were layer 92?
 # 3. Write `resize(home, vocab)`, which cuts a synthetic checkpoint's vocabulary without writing any other file again.
 #
-# Next: a layer whose memory never grows. [2.1 Kimi Delta Attention](../02_kda/01_kda.ipynb)
+# Next: what neither names nor sizes can see. [1.5 Whether every byte is the one that was published](05_verify.ipynb)
 
 # %%
 small.close()

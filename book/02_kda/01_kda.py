@@ -5,7 +5,7 @@
 # speed, and corrects what it holds instead of adding to it. At the end you can run such a layer token by token or in chunks with the same
 # bits, break it in fourteen ways that still look like attention, and say what its memory costs: 434 MB + 31 MB, at any length.
 #
-# [1.4 A checkpoint without the weights](../01_mxfp4/04_synth.ipynb) · [contents](../README.md) · [3.1 Latent attention](../03_mla/01_mla.ipynb)
+# [1.5 Whether every byte is the one that was published](../01_mxfp4/05_verify.ipynb) · [contents](../README.md) · [3.1 Latent attention](../03_mla/01_mla.ipynb)
 #
 # | symbol | meaning | shape in K3 | in code |
 # |---|---|---|---|
