@@ -4,10 +4,10 @@ Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
 # built on checkpoint 04083c2fcd29
 # built on config 6e14a72f70a0
-# built on experts 2e8bf4a8ddb6
-# built on model 6647573cb60d
+# built on experts c4e50f7fbd89
+# built on model 63297081e97d
 # built on tokenizer f7bc3b7e0dd2
-# built on trunk 18ddb2ea7fca
+# built on trunk 34c93af80b5f
 
 import ctypes
 import dataclasses

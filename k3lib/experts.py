@@ -2,10 +2,10 @@
 
 Made from book/05_streaming/04_experts.py: edit that, then run `make export`.
 """
-# built on linear 81fbfbd1064c
-# built on moe 909bef8454c6
+# built on linear 553a4e3bbffb
+# built on moe de87a7a41ad7
 # built on mxfp4 912a37cabbe0
-# built on trunk 18ddb2ea7fca
+# built on trunk 34c93af80b5f
 
 import threading
 import time

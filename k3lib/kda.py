@@ -2,14 +2,14 @@
 
 Made from book/02_kda/01_kda.py: edit that, then run `make export`.
 """
-# built on linear 81fbfbd1064c
+# built on linear 553a4e3bbffb
 
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit, prange
 
-from k3lib.linear import KERNEL, dot, exp, fma, linear, rms_norm, sigmoid
+from k3lib.linear import KERNEL, NotFinite, dot, exp, fma, linear, rms_norm, sigmoid
 
 L2_EPS = np.float32(1e-6)  # added to the sum of squares, not to their mean
 _ONE, _ZERO = np.float32(1), np.float32(0)
@@ -61,15 +61,21 @@ def short_conv(x, weight, state):
 def _l2norm(x, out):
     for t in range(x.shape[0]):
         for h in range(x.shape[1]):
-            scale = _ONE / np.sqrt(dot(x[t, h], x[t, h]) + L2_EPS)
+            squares = dot(x[t, h], x[t, h])
+            if not squares < np.inf:
+                return t * x.shape[1] + h
+            scale = _ONE / np.sqrt(squares + L2_EPS)
             for i in range(x.shape[2]):
                 out[t, h, i] = x[t, h, i] * scale
+    return -1
 
 
 def l2norm(x):
-    "x / sqrt(sum(x^2) + 1e-6) over the last axis of float32 [T, heads, d]."
+    "x / sqrt(sum(x^2) + 1e-6) over the last axis of float32 [T, heads, d]. Raises NotFinite where the sum is infinite or NaN."
     out = np.empty_like(x)
-    _l2norm(x, out)
+    bad = _l2norm(x, out)
+    if bad >= 0:
+        raise NotFinite(f"l2norm: the sum of squares of head {bad % x.shape[1]} is not a finite number")
     return out
 
 
@@ -80,20 +86,27 @@ def _kda_decay(z, A_log, dt_bias, lower_bound, out):
         for h in range(z.shape[1]):
             rate = exp(A_log[h])
             for i in range(z.shape[2]):
-                out[t, h, i] = exp(low * sigmoid(rate * (z[t, h, i] + dt_bias[h, i])))
+                x = rate * (z[t, h, i] + dt_bias[h, i])
+                if not abs(x) < np.inf:  # the sigmoid would make an innocent 0 or 1 of it
+                    return h
+                out[t, h, i] = exp(low * sigmoid(x))
+    return -1
 
 
 def kda_decay(z, A_log, dt_bias, lower_bound):
     """alpha = exp(lower_bound * sigmoid(exp(A_log[head]) * (z + dt_bias))), float32 [T, heads, d], between e^lower_bound and 1.
 
     `z` float32 [T, heads, d], `dt_bias` float32 [heads*d], `A_log` float32 [heads or more]: one rate a head, the rest is padding.
+    Raises NotFinite where the sigmoid's argument is infinite or NaN.
     """
     T, heads, d = z.shape
     if len(A_log) < heads:
         raise ValueError(f"kda_decay: A_log has {len(A_log)} entries, expected one for each of {heads} heads")
     _fits("kda_decay: dt_bias", dt_bias, (heads * d,))
     out = np.empty_like(z)
-    _kda_decay(z, A_log, dt_bias.reshape(heads, d), lower_bound, out)
+    bad = _kda_decay(z, A_log, dt_bias.reshape(heads, d), lower_bound, out)
+    if bad >= 0:
+        raise NotFinite(f"kda_decay: e^A_log (z + dt_bias) of head {bad}, whose A_log is {A_log[bad]}, is not a finite number")
     return out
 
 

@@ -49,6 +49,42 @@ class Rows:
         yield 0, self.array
 
 
+class NotFinite(ArithmeticError):
+    """Infinity or NaN where a finite number must come out. `rows`: those of the matrix that it was made from, None where there is none;
+    `matrix`: which matrix, where only who multiplies knows."""
+
+    def __init__(self, message, rows=None, matrix=None):
+        super().__init__(message)
+        self.rows, self.matrix = rows, matrix
+
+
+_INFINITE = np.int32(0x7f800000)  # infinity's bits, and below every NaN's; signs aside
+
+
+@njit(**KERNEL)
+def first_not_finite(a):
+    "Flat index of the first infinity or NaN in float32 [T, n], or -1."
+    bits = a.reshape(-1).view(np.int32)
+    for begin in range(0, bits.size, 1024):
+        end, top = min(begin + 1024, bits.size), np.int32(0)
+        for i in range(begin, end):
+            top = max(top, bits[i] & np.int32(0x7fffffff))
+        if top >= _INFINITE:
+            for i in range(begin, end):
+                if bits[i] & np.int32(0x7fffffff) >= _INFINITE:
+                    return i
+    return -1
+
+
+def check_product(out, x, rows_of=lambda r: (r, r + 1), matrix=None):
+    "Raise NotFinite unless the product `out` float32 [T, n] of `x` is finite; rows_of(r): first and end of the matrix rows behind output r."
+    bad = first_not_finite(out)
+    if bad >= 0:
+        t, r = divmod(int(bad), out.shape[1])
+        what = "a finite" if np.isfinite(x).all() else "an overflowing"
+        raise NotFinite(f"output row {r} is {out[t, r]} for token {t} of the chunk, from {what} input, expected a finite number", rows_of(r), matrix)
+
+
 AHEAD = 1024  # elements: what is asked of memory this early has come when its turn is there
 
 
@@ -151,7 +187,7 @@ def linear(W, x, out=None):
     .multiply(x, out, threads) if it has a way of its own.
 
     Each output is one row's dot product in a fixed order, so the bits do not depend on how the rows were cut, on T,
-    or on the number of threads.
+    or on the number of threads. Raises NotFinite for a product that is infinite or NaN.
     """
     n, k = W.shape
     if x.ndim != 2 or x.shape[1] != k:
@@ -165,6 +201,7 @@ def linear(W, x, out=None):
     else:
         for first, block in W.blocks():
             _matmul(block, on_lines, out, first)
+    check_product(out, x)
     return out
 
 
@@ -174,23 +211,32 @@ _ONE, _TWO, _ZERO = _f(1), _f(2), _f(0)
 
 @njit(**KERNEL)
 def rms_norm_row(x, weight, eps, out):
-    "out = x * (mean(x^2) + eps)^-1/2 * weight for float32 [n]; `out` may be `x`."
-    scale = _ONE / np.sqrt(dot(x, x) / np.float32(x.size) + np.float32(eps))
+    "out = x * (mean(x^2) + eps)^-1/2 * weight for float32 [n]; `out` may be `x`. Returns the sum of squares."
+    squares = dot(x, x)
+    scale = _ONE / np.sqrt(squares / np.float32(x.size) + np.float32(eps))
     for i in range(x.size):
         out[i] = x[i] * scale * weight[i]
+    return squares
 
 
 @njit(**KERNEL)
 def _rms_norm(x, weight, eps, out):
     for t in range(x.shape[0]):
-        rms_norm_row(x[t], weight, eps, out[t])
+        if not rms_norm_row(x[t], weight, eps, out[t]) < np.inf:
+            return t
+    return -1
 
 
 def rms_norm(x, weight, eps, out=None):
-    "float32 [T, n]: every row of `x` divided by its root mean square (eps inside the root), times `weight` [n]."
+    """float32 [T, n]: every row of `x` divided by its root mean square (eps inside the root), times `weight` [n].
+
+    Raises NotFinite where the sum of squares is infinite or NaN.
+    """
     if out is None:
         out = np.empty_like(x)
-    _rms_norm(x, weight, eps, out)
+    bad = _rms_norm(x, weight, eps, out)
+    if bad >= 0:
+        raise NotFinite(f"the sum of squares of row {bad} is {dot(x[bad], x[bad])}, expected a finite number")
     return out
 
 
@@ -270,4 +316,4 @@ def tanh(x):
     return _float(np.int32(_bits(r) | np.int32(_bits(x) & _SIGN_BIT)))
 
 
-__all__ = ['LANES', 'bf16_to_float32', 'dot', 'Rows', 'AHEAD', 'TILE', 'matmul_rows', 'linear', 'rms_norm_row', 'rms_norm', 'exp', 'sigmoid', 'tanh']
+__all__ = ['LANES', 'bf16_to_float32', 'dot', 'Rows', 'NotFinite', 'first_not_finite', 'check_product', 'AHEAD', 'TILE', 'matmul_rows', 'linear', 'rms_norm_row', 'rms_norm', 'exp', 'sigmoid', 'tanh']

@@ -2,18 +2,18 @@
 
 Made from book/03_mla/01_mla.py: edit that, then run `make export`.
 """
-# built on linear 81fbfbd1064c
+# built on linear 553a4e3bbffb
 # built on mxfp4 912a37cabbe0
 
 import numpy as np
 from numba import get_num_threads, njit, prange
 
-from k3lib.linear import KERNEL, _dot, _fma4, _load4, _rows4, _rows4_tokens4, exp, linear, rms_norm, sigmoid
+from k3lib.linear import KERNEL, _dot, _fma4, _load4, _rows4, _rows4_tokens4, check_product, exp, linear, rms_norm, sigmoid
 from k3lib.mxfp4 import INNER, aligned, fma16, load16, load16_part, splat16, store16
 
 TILE = 64  # cache rows between two looks at the maximum, counted from position 0
 SLICE = 8  # tokens whose queries and contexts are held at once
-_ONE, _ZERO, _LOWEST, _FAINT = np.float32(1), np.float32(0), np.float32(-np.inf), np.float32(-60)
+_ONE, _ZERO, _LOWEST, _FAINT, _NAN = np.float32(1), np.float32(0), np.float32(-np.inf), np.float32(-60), np.float32(np.nan)
 
 
 @njit(**INNER)
@@ -38,10 +38,14 @@ def _start(w, i, latent, x, nope, scale, row, o):
 
 @njit(**INNER)
 def _softmax_tile(s, m, l):
-    "Scores s -> e^(s - new maximum), in place, 0 below e^-60. Returns (new maximum, new sum, what the past shrinks by)."
-    top = m
+    """Scores s -> e^(s - new maximum), in place, 0 below e^-60. Returns (new maximum, new sum, what the past shrinks by).
+
+    The sum is NaN if a score was not finite: of one that is -infinity a weight of 0 would be the only trace.
+    """
+    top, low = m, _ONE
     for p in range(s.size):
         top = max(top, s[p])
+        low = min(low, s[p])
     for p in range(s.size):
         x = s[p] - top
         e = exp(x)
@@ -50,6 +54,8 @@ def _softmax_tile(s, m, l):
     total = l * shrink
     for p in range(s.size):
         total += s[p]
+    if low == _LOWEST:
+        total = _NAN
     return top, total, shrink
 
 
@@ -157,7 +163,8 @@ def attend(kv_b, q, cache, pos, v):
 
     `kv_b` is the matrix kv_b_proj, per head its nope key rows, then its v value rows; it is taken once, in blocks of whole
     heads. `cache` float32 [capacity, latent+rope] holds [c | r] of all positions up to pos+T-1. The bits of a head and
-    token depend on nothing but that head, that token and the cache before it. Raises ValueError where shapes do not fit.
+    token depend on nothing but that head, that token and the cache before it. Raises ValueError where shapes do not fit,
+    NotFinite where a score or a value is infinite or NaN.
     """
     T, heads, d = q.shape
     latent, width = kv_b.shape[1], cache.shape[1]
@@ -174,6 +181,7 @@ def attend(kv_b, q, cache, pos, v):
         items = -(-here // span)
         work, s = aligned((items, min(T, SLICE) * span, pitch)), aligned((items, 4, TILE))
         _attend(items, span, rows, first // each, q, cache, pos, v, work, s, out)
+    check_product(out, q, lambda r: (r // v * each, (r // v + 1) * each))
     return out
 
 

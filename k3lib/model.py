@@ -2,20 +2,22 @@
 
 Made from book/05_streaming/05_model.py: edit that, then run `make export`.
 """
-# built on kda debcc6e6a7a0
-# built on linear 81fbfbd1064c
-# built on mla 13af59047cbd
-# built on moe 909bef8454c6
-# built on residual a7e5ed83e6de
+# built on checkpoint 04083c2fcd29
+# built on kda 9cab8041c843
+# built on linear 553a4e3bbffb
+# built on mla 4a89dc7dcccd
+# built on moe de87a7a41ad7
+# built on residual 286db147bd33
 
 from collections.abc import Iterable
 
 import numpy as np
 
+from k3lib.checkpoint import CheckpointError
 from k3lib.kda import KDA_ORDER, kda_layer, kda_state
-from k3lib.linear import linear, rms_norm
+from k3lib.linear import NotFinite, bf16_to_float32, check_product, linear, rms_norm
 from k3lib.mla import MLA_ORDER, mla_layer
-from k3lib.moe import DENSE_ORDER, MOE_ORDER, dense_mlp, moe_layer
+from k3lib.moe import DENSE_ORDER, MOE_ORDER, Expert, dense_mlp, moe_layer
 from k3lib.residual import mix
 
 EMBED, HEAD = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
@@ -66,13 +68,29 @@ def row_multiples(config):
 
 
 class Weights:
-    "One part of one layer as a mapping from short names to matrices and vectors, taken from the trunk as they are asked for."
+    "One part of one layer as a mapping from short names to matrices and vectors, taken as they are asked for: take(full name)."
 
-    def __init__(self, trunk, L, part):
-        self.trunk, self.L, self.part = trunk, L, part
+    def __init__(self, take, L, part):
+        self.take, self.L, self.part = take, L, part
 
     def __getitem__(self, short):
-        return self.trunk.take(tensor_name(self.L, self.part, short))
+        return self.take(tensor_name(self.L, self.part, short))
+
+
+EXPERT = "language_model.model.layers.{}.block_sparse_moe.experts.{}.{}.weight_{}"
+
+
+def not_finite_in(files, extent, name, begin, end):
+    "What is wrong in rows begin..end of a tensor, one line, or None: its first infinity, NaN or E8M0 scale of 255."
+    rows = files.array(extent, "other", begin, end - begin)
+    bad = rows == 255 if extent.dtype == "U8" else ~np.isfinite(bf16_to_float32(rows) if extent.dtype == "BF16" else rows)
+    if not bad.any():
+        return None
+    row, *columns = np.argwhere(bad)[0].tolist()
+    value, kind = rows[row, *columns], {"U8": "E8M0 scale", "BF16": "bfloat16", "F32": "float32"}[extent.dtype]
+    found = f"{kind} 0x{value:04x}" if extent.dtype == "BF16" else f"{kind} {value}"
+    place = ", ".join([f"row {begin + row}", *(f"column {i}" for i in columns)])
+    return f"{extent.file}: {name}, {place}: {found}, expected a finite number: damaged"
 
 
 class Model:
@@ -86,6 +104,11 @@ class Model:
         self.config, self.trunk, self.experts = config, trunk, experts
         self.context, self.chunk = context, chunk
         self.on_layer = lambda L: None  # called after every layer of every pass: a token takes seconds
+        for name, value in trunk.resident.items():  # matrices show in their products, but a vector may meet a zero or a tanh
+            used = config.kda_num_heads if name.endswith("A_log") else None  # the rest of it is padding
+            if isinstance(value, np.ndarray) and not np.isfinite(value[:used]).all():
+                extent = trunk.extents[name]
+                raise CheckpointError(not_finite_in(trunk.files, extent, name, 0, extent.shape[0]))
         self.reset()
 
     def reset(self):
@@ -116,8 +139,11 @@ class Model:
         for first in range(0, len(ids), self.chunk):
             part = ids[first:first + self.chunk]
             final = first + len(part) == len(ids)
-            x = self._layers(part, watch or (lambda *_: None))
-            rows.append(self._head(x[-1:] if last_only else x, wanted=final or not last_only))
+            try:
+                x = self._layers(part, watch or (lambda *_: None))
+                rows.append(self._head(x[-1:] if last_only else x, wanted=final or not last_only))
+            except NotFinite as error:
+                raise CheckpointError(self._cause(error)) from None
             self.position += len(part)
         return rows[-1] if last_only else np.concatenate(rows)
 
@@ -134,9 +160,27 @@ class Model:
             raise UsageError(f"{self.position} + {len(ids)} positions do not fit the context of {self.context} this model was loaded for")
         return [int(i) for i in ids]
 
+    def _take(self, name):
+        self._taken = name
+        return self.trunk.take(name)
+
+    def _cause(self, error):
+        "What to say of a NotFinite: the damaged number in the rows it names, else the tensor at which an activation overflowed."
+        name, extent = self._taken, self.trunk.checkpoint.extent(self._taken)
+        L = name.split(".layers.")[1].split(".")[0] if ".layers." in name else None
+        weights = name, extent
+        if error.matrix:
+            e, matrix = error.matrix
+            extents = Expert(*self.experts.extents(int(L), e))
+            name, extent = EXPERT.format(L, e, matrix, "packed"), getattr(extents, matrix)
+            weights = EXPERT.format(L, e, matrix, "scale"), getattr(extents, matrix + "_scale")
+        damage = error.rows and not_finite_in(self.trunk.files, weights[1], weights[0], *error.rows)
+        where = "after the last layer" if L is None else f"layer {L}"
+        return damage or f"{extent.file}: {where}, {name}: {error}; what the file holds there is finite: an activation overflows"
+
     def _layers(self, ids, watch):
         "The normed output of the last layer, float32 [T, H]."
-        c, take = self.config, self.trunk.take
+        c, take = self.config, self._take
         eps, T, H = c.rms_norm_eps, len(ids), c.hidden_size
         blocks = -(-c.num_hidden_layers // c.attn_res_block_size)
         sources = np.empty((blocks + 1, T, H), np.float32)  # finished blocks, then the running sum at index n
@@ -144,6 +188,8 @@ class Model:
         self.trunk.begin()
         for t, i in enumerate(ids):
             sources[0, t] = self.trunk.row(EMBED, i)
+            self._taken = EMBED
+            check_product(sources[:1, t], sources[:1, t], lambda _: (i, i + 1))
         n = 0
         for L in range(c.num_hidden_layers):
             attention, ffn = layer_parts(c, L)
@@ -172,14 +218,14 @@ class Model:
         return x
 
     def _attention(self, L, kind, x):
-        c, W = self.config, Weights(self.trunk, L, kind)
+        c, W = self.config, Weights(self._take, L, kind)
         if kind == "kda":
             return kda_layer(W, x, self.state[L], c.rms_norm_eps, c.kda_gate_lower_bound)
         return mla_layer(W, x, self.state[L], self.position, c.num_attention_heads, c.qk_nope_head_dim,
                          c.qk_rope_head_dim, c.v_head_dim, LATENT_EPS)
 
     def _ffn(self, L, kind, x, watch):
-        c, W = self.config, Weights(self.trunk, L, kind)
+        c, W = self.config, Weights(self._take, L, kind)
         beta, linear_beta = c.activation_situ_beta, c.activation_situ_linear_beta
         if kind == "dense":
             return dense_mlp(W, x, beta, linear_beta)
@@ -188,7 +234,7 @@ class Model:
 
     def _head(self, x, wanted):
         "Logits float32 [T, vocab], or None. A streamed head goes by at the end of every pass, wanted or not."
-        head = self.trunk.take(HEAD)
+        head = self._take(HEAD)
         if wanted:
             return linear(head, x)
         for _ in head.blocks():
@@ -201,4 +247,4 @@ class Model:
         self.trunk.files.close()
 
 
-__all__ = ['EMBED', 'HEAD', 'FINAL', 'LATENT_EPS', 'UsageError', 'BARE', 'PART_ORDER', 'PART_PREFIX', 'NORMS', 'tensor_name', 'layer_parts', 'walk_order', 'row_multiples', 'Weights', 'Model']
+__all__ = ['EMBED', 'HEAD', 'FINAL', 'LATENT_EPS', 'UsageError', 'BARE', 'PART_ORDER', 'PART_PREFIX', 'NORMS', 'tensor_name', 'layer_parts', 'walk_order', 'row_multiples', 'Weights', 'EXPERT', 'not_finite_in', 'Model']

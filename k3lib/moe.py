@@ -2,16 +2,16 @@
 
 Made from book/04_moe_router/02_moe.py: edit that, then run `make export`.
 """
-# built on linear 81fbfbd1064c
+# built on linear 553a4e3bbffb
 # built on mxfp4 912a37cabbe0
-# built on router bd394a3d217e
+# built on router c347aaf26f99
 
 from typing import NamedTuple
 
 import numpy as np
 from numba import get_num_threads, njit
 
-from k3lib.linear import KERNEL, fma, linear, rms_norm, sigmoid, tanh
+from k3lib.linear import KERNEL, NotFinite, check_product, fma, linear, rms_norm, sigmoid, tanh
 from k3lib.mxfp4 import GROUP, check_fit, halved, mxfp4_rows
 from k3lib.router import route
 
@@ -69,13 +69,16 @@ class Expert(NamedTuple):
 def expert_mlp(expert, z, beta, linear_beta, out):
     """out = w2 SiTU(w1 z, w3 z), float32 [m, L], for `z` float32 [m, L], on the calling thread.
 
-    `expert`: an Expert, or what has its .width and .multiply. No weight is unpacked in memory.
+    `expert`: an Expert, or what has its .width and .multiply. No weight is unpacked in memory. Raises NotFinite naming w1, w2 or w3.
     """
     gate, up, hidden = np.empty((3, len(z), expert.width), np.float32)
     halves = halved(z)
     expert.multiply("w1", halves, gate)
+    check_product(gate, z, matrix="w1")  # before the nonlinearity: tanh makes an innocent 1 of infinity
     expert.multiply("w3", halves, up)
+    check_product(up, z, matrix="w3")
     expert.multiply("w2", halved(situ_glu(gate, up, beta, linear_beta, hidden)), out)
+    check_product(out, hidden, matrix="w2")
     return out
 
 
@@ -94,7 +97,7 @@ def routed_sum(experts, z, ids, weights, beta, linear_beta):
     """u[t] = sum over ranks r of weights[t, r] * expert ids[t, r] (z[t]), float32 [T, L], in rank order.
 
     experts.each calls back with every expert once; it works on the tokens that chose it, whatever the order of arrival. Raises
-    RuntimeError when one arrives that is not due, or one that is due does not arrive.
+    RuntimeError when one arrives that is not due, or one that is due does not arrive, NotFinite with (expert, "w1", "w2" or "w3") as its matrix.
     """
     T, k = ids.shape
     pairs = np.argsort(ids, axis=None, kind="stable")  # (token, rank) pairs, those of one expert side by side
@@ -108,7 +111,11 @@ def routed_sum(experts, z, ids, weights, beta, linear_beta):
         if e not in due:
             raise RuntimeError(f"expert {e} arrived, but those still due are {sorted(due)}")
         mine = due.pop(e)
-        expert_mlp(expert, z[pairs[mine] // k], beta, linear_beta, rows[mine])
+        try:
+            expert_mlp(expert, z[pairs[mine] // k], beta, linear_beta, rows[mine])
+        except NotFinite as error:
+            error.matrix = e, error.matrix
+            raise
 
     experts.each(use, get_num_threads())
     if due:

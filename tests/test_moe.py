@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from k3lib import moe
-from k3lib.linear import Rows
+from k3lib.linear import NotFinite, Rows
 from k3lib.moe import DENSE_ORDER, MOE_ORDER, Expert, dense_mlp, expert_mlp, moe_layer, routed_sum, situ_glu
 from k3lib.mxfp4 import decode
 from k3lib.router import route
@@ -266,7 +266,7 @@ def test_an_expert_of_the_wrong_width_is_an_error():
 def test_a_token_that_is_not_finite_is_an_error():
     arrays, experts, x = random_layer()
     x[4, 3] = np.nan
-    with pytest.raises(ValueError, match="token row 4"):
+    with pytest.raises(NotFinite, match="for token 4"):
         run(arrays, Source(experts), x)
 
 

@@ -35,7 +35,7 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 import numpy as np
 from numba import njit
 
-from k3lib.linear import KERNEL, dot, exp, fma
+from k3lib.linear import KERNEL, NotFinite, dot, exp, fma
 
 _ZERO, _LOWEST, _FAINT = np.float32(0), np.float32(-np.inf), np.float32(-60)
 
@@ -100,7 +100,10 @@ def _depth_weights(sources, query, eps, weights):
         top = _LOWEST
         for s in range(n):
             x = sources[s, t]
-            weights[s, t] = dot(x, query) / np.sqrt(dot(x, x) / np.float32(H) + np.float32(eps))
+            score, squares = dot(x, query), dot(x, x)
+            if not (abs(score) < np.inf and squares < np.inf):
+                return s
+            weights[s, t] = score / np.sqrt(squares / np.float32(H) + np.float32(eps))
             top = max(top, weights[s, t])
         total = _ZERO
         for s in range(n):
@@ -109,18 +112,22 @@ def _depth_weights(sources, query, eps, weights):
             total += weights[s, t]
         for s in range(n):
             weights[s, t] /= total
+    return -1
 
 
 def depth_weights(sources, n, norm_w, proj_w, eps):
     """float32 [n, T]: softmax over s < n of <RMSNorm(sources[s, t]; eps) * norm_w, proj_w>.
 
-    `sources` float32 [S, T, H], `norm_w` and `proj_w` float32 [H]. Raises ValueError where shapes do not fit.
+    `sources` float32 [S, T, H], `norm_w` and `proj_w` float32 [H]. Raises ValueError where shapes do not fit, NotFinite where a
+    source's score or sum of squares is infinite or NaN.
     """
     S, T, H = sources.shape
     if not 1 <= n <= S or norm_w.shape != (H,) or proj_w.shape != (H,):
         raise ValueError(f"mix: {n} of sources {sources.shape}, norm {norm_w.shape} and proj {proj_w.shape} do not fit")
     weights = np.empty((n, T), np.float32)
-    _depth_weights(sources[:n], norm_w * proj_w, eps, weights)
+    bad = _depth_weights(sources[:n], norm_w * proj_w, eps, weights)
+    if bad >= 0:
+        raise NotFinite(f"mix: the score or the sum of squares of source {bad} of {n} is not a finite number")
     return weights
 
 

@@ -38,10 +38,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from k3lib.checkpoint import CheckpointError
 from k3lib.kda import KDA_ORDER, kda_layer, kda_state
-from k3lib.linear import linear, rms_norm
+from k3lib.linear import NotFinite, bf16_to_float32, check_product, linear, rms_norm
 from k3lib.mla import MLA_ORDER, mla_layer
-from k3lib.moe import DENSE_ORDER, MOE_ORDER, dense_mlp, moe_layer
+from k3lib.moe import DENSE_ORDER, MOE_ORDER, Expert, dense_mlp, moe_layer
 from k3lib.residual import mix
 
 EMBED, HEAD = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
@@ -286,13 +287,34 @@ for wrong in ("boundary does not clear p", "plain residual", "no final mix", "la
 
 # %% tags=["export"]
 class Weights:
-    "One part of one layer as a mapping from short names to matrices and vectors, taken from the trunk as they are asked for."
+    "One part of one layer as a mapping from short names to matrices and vectors, taken as they are asked for: take(full name)."
 
-    def __init__(self, trunk, L, part):
-        self.trunk, self.L, self.part = trunk, L, part
+    def __init__(self, take, L, part):
+        self.take, self.L, self.part = take, L, part
 
     def __getitem__(self, short):
-        return self.trunk.take(tensor_name(self.L, self.part, short))
+        return self.take(tensor_name(self.L, self.part, short))
+
+
+# %% [markdown]
+# The layers only know arrays, so a product that comes out infinite or NaN (1.3.4) reaches the walk as "output row 17". The walk knows which tensor it
+# took last. It reads the row again and says what is wrong: a damaged number in the file, or a sum that float32 could not hold.
+
+# %% tags=["export"]
+EXPERT = "language_model.model.layers.{}.block_sparse_moe.experts.{}.{}.weight_{}"
+
+
+def not_finite_in(files, extent, name, begin, end):
+    "What is wrong in rows begin..end of a tensor, one line, or None: its first infinity, NaN or E8M0 scale of 255."
+    rows = files.array(extent, "other", begin, end - begin)
+    bad = rows == 255 if extent.dtype == "U8" else ~np.isfinite(bf16_to_float32(rows) if extent.dtype == "BF16" else rows)
+    if not bad.any():
+        return None
+    row, *columns = np.argwhere(bad)[0].tolist()
+    value, kind = rows[row, *columns], {"U8": "E8M0 scale", "BF16": "bfloat16", "F32": "float32"}[extent.dtype]
+    found = f"{kind} 0x{value:04x}" if extent.dtype == "BF16" else f"{kind} {value}"
+    place = ", ".join([f"row {begin + row}", *(f"column {i}" for i in columns)])
+    return f"{extent.file}: {name}, {place}: {found}, expected a finite number: damaged"
 
 # %% [markdown]
 # The class below owns what a sequence carries: per KDA layer a state and three inputs of history, per MLA layer the latent
@@ -311,6 +333,11 @@ class Model:
         self.config, self.trunk, self.experts = config, trunk, experts
         self.context, self.chunk = context, chunk
         self.on_layer = lambda L: None  # called after every layer of every pass: a token takes seconds
+        for name, value in trunk.resident.items():  # matrices show in their products, but a vector may meet a zero or a tanh
+            used = config.kda_num_heads if name.endswith("A_log") else None  # the rest of it is padding
+            if isinstance(value, np.ndarray) and not np.isfinite(value[:used]).all():
+                extent = trunk.extents[name]
+                raise CheckpointError(not_finite_in(trunk.files, extent, name, 0, extent.shape[0]))
         self.reset()
 
     def reset(self):
@@ -341,8 +368,11 @@ class Model:
         for first in range(0, len(ids), self.chunk):
             part = ids[first:first + self.chunk]
             final = first + len(part) == len(ids)
-            x = self._layers(part, watch or (lambda *_: None))
-            rows.append(self._head(x[-1:] if last_only else x, wanted=final or not last_only))
+            try:
+                x = self._layers(part, watch or (lambda *_: None))
+                rows.append(self._head(x[-1:] if last_only else x, wanted=final or not last_only))
+            except NotFinite as error:
+                raise CheckpointError(self._cause(error)) from None
             self.position += len(part)
         return rows[-1] if last_only else np.concatenate(rows)
 
@@ -359,9 +389,27 @@ class Model:
             raise UsageError(f"{self.position} + {len(ids)} positions do not fit the context of {self.context} this model was loaded for")
         return [int(i) for i in ids]
 
+    def _take(self, name):
+        self._taken = name
+        return self.trunk.take(name)
+
+    def _cause(self, error):
+        "What to say of a NotFinite: the damaged number in the rows it names, else the tensor at which an activation overflowed."
+        name, extent = self._taken, self.trunk.checkpoint.extent(self._taken)
+        L = name.split(".layers.")[1].split(".")[0] if ".layers." in name else None
+        weights = name, extent
+        if error.matrix:
+            e, matrix = error.matrix
+            extents = Expert(*self.experts.extents(int(L), e))
+            name, extent = EXPERT.format(L, e, matrix, "packed"), getattr(extents, matrix)
+            weights = EXPERT.format(L, e, matrix, "scale"), getattr(extents, matrix + "_scale")
+        damage = error.rows and not_finite_in(self.trunk.files, weights[1], weights[0], *error.rows)
+        where = "after the last layer" if L is None else f"layer {L}"
+        return damage or f"{extent.file}: {where}, {name}: {error}; what the file holds there is finite: an activation overflows"
+
     def _layers(self, ids, watch):
         "The normed output of the last layer, float32 [T, H]."
-        c, take = self.config, self.trunk.take
+        c, take = self.config, self._take
         eps, T, H = c.rms_norm_eps, len(ids), c.hidden_size
         blocks = -(-c.num_hidden_layers // c.attn_res_block_size)
         sources = np.empty((blocks + 1, T, H), np.float32)  # finished blocks, then the running sum at index n
@@ -369,6 +417,8 @@ class Model:
         self.trunk.begin()
         for t, i in enumerate(ids):
             sources[0, t] = self.trunk.row(EMBED, i)
+            self._taken = EMBED
+            check_product(sources[:1, t], sources[:1, t], lambda _: (i, i + 1))
         n = 0
         for L in range(c.num_hidden_layers):
             attention, ffn = layer_parts(c, L)
@@ -397,14 +447,14 @@ class Model:
         return x
 
     def _attention(self, L, kind, x):
-        c, W = self.config, Weights(self.trunk, L, kind)
+        c, W = self.config, Weights(self._take, L, kind)
         if kind == "kda":
             return kda_layer(W, x, self.state[L], c.rms_norm_eps, c.kda_gate_lower_bound)
         return mla_layer(W, x, self.state[L], self.position, c.num_attention_heads, c.qk_nope_head_dim,
                          c.qk_rope_head_dim, c.v_head_dim, LATENT_EPS)
 
     def _ffn(self, L, kind, x, watch):
-        c, W = self.config, Weights(self.trunk, L, kind)
+        c, W = self.config, Weights(self._take, L, kind)
         beta, linear_beta = c.activation_situ_beta, c.activation_situ_linear_beta
         if kind == "dense":
             return dense_mlp(W, x, beta, linear_beta)
@@ -413,7 +463,7 @@ class Model:
 
     def _head(self, x, wanted):
         "Logits float32 [T, vocab], or None. A streamed head goes by at the end of every pass, wanted or not."
-        head = self.trunk.take(HEAD)
+        head = self._take(HEAD)
         if wanted:
             return linear(head, x)
         for _ in head.blocks():
