@@ -5,7 +5,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: decode test check export book scale bench clean
+.PHONY: decode test check export book scale bench faults clean
 
 decode: .venv/ready
 	mkdir -p out
@@ -37,6 +37,9 @@ scale: .venv/ready
 
 bench: .venv/ready
 	$(PY) tests/bench.py
+
+faults: .venv/ready
+	$(PY) tests/faults.py
 
 clean:
 	rm -rf .venv out k3lib/__pycache__ *.egg-info
