@@ -2,7 +2,7 @@
 
 Made from book/05_streaming/05_model.py: edit that, then run `make export`.
 """
-# built on checkpoint 04083c2fcd29
+# built on checkpoint 896d50f93397
 # built on kda 9cab8041c843
 # built on linear 553a4e3bbffb
 # built on mla 4a89dc7dcccd

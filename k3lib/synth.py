@@ -2,8 +2,8 @@
 
 Made from book/01_mxfp4/04_synth.py: edit that, then run `make export`.
 """
-# built on checkpoint 04083c2fcd29
-# built on config 6e14a72f70a0
+# built on checkpoint 896d50f93397
+# built on config 51e2455fa9ab
 
 import hashlib
 import json

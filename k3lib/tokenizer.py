@@ -2,7 +2,7 @@
 
 Made from book/05_streaming/02_tokenizer.py: edit that, then run `make export`.
 """
-# built on checkpoint 04083c2fcd29
+# built on checkpoint 896d50f93397
 
 import binascii
 import codecs

@@ -2,7 +2,7 @@
 
 Made from book/05_streaming/03_trunk.py: edit that, then run `make export`.
 """
-# built on checkpoint 04083c2fcd29
+# built on checkpoint 896d50f93397
 # built on linear 553a4e3bbffb
 
 import errno

@@ -132,6 +132,12 @@ def test_kinds_of_a_pattern(oracle):
     assert oracle.kinds_of("no such", [-1], [-1]) == {None}
 
 
+def test_tensors_of_a_prefix(oracle):
+    names = list(oracle.names())
+    for prefix in "", "language_model.", "mm_projector.", "vision", "none":
+        assert oracle.count_of(prefix) == sum(name.startswith(prefix) for name in names)
+
+
 def test_part_of_a_tensor(oracle):
     name = "language_model.model.embed_tokens.weight"
     row = np.empty(256, np.uint8)

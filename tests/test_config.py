@@ -116,6 +116,10 @@ MISSING = "language_model.model.layers.{}.block_sparse_moe.experts.{}.w2.weight_
      ": 6 tensors are missing: language_model.model.layers.0.input_layernorm.weight, "
      + ", ".join(MISSING.format(12, e) for e in range(3)) + ", ..."),
     ({"language_model.lm_head.weight": None}, ": 1 tensors are missing: language_model.lm_head.weight"),
+    ({"language_model.model.layers.13.input_layernorm.weight": ("BF16", (128,))},
+     ": language_model.model.layers.13.input_layernorm.weight is there, the config implies no such tensor: its layers or experts are fewer"),
+    ({MISSING.format(7, 16): ("U8", (64, 3))}, f": {MISSING.format(7, 16)} is there, the config implies no such tensor: its layers or experts are fewer"),
+    ({MISSING.format(7, 16): ("U8", (64, 3)), MISSING.format(7, 11): None}, ": 1 tensors are missing: " + MISSING.format(7, 11)),
     ({MISSING.format(7, 11): ("U8", (3, 64)), MISSING.format(1, 0): None}, f": {MISSING.format(7, 11)} is U8 [3, 64], the config implies U8 [64, 3]"),
     ({MISSING.format(7, 11): ("BOOL", (64, 3)), "language_model.lm_head.weight": ("F32", (512, 128))},
      f": {MISSING.format(7, 11)} is BOOL [64, 3], the config implies U8 [64, 3]"),

@@ -722,6 +722,11 @@ class Checkpoint:
         rows = self._rows(keys.ravel())
         return {None if kind < 0 else self._kinds[kind][:2] for kind in np.unique(np.append(self._kind, -1)[rows])}
 
+    def count_of(self, prefix):
+        "How many tensors have a name that begins with `prefix`, in which there is no number."
+        begins = np.array([pattern.startswith(prefix) for pattern in self._names], bool)
+        return int(begins[self._key >> 2 * _BITS].sum())
+
     def read_into(self, name, out, start=0):
         "Fill `out`, uint8, with a tensor's bytes from byte `start` on: a row of the embedding without the table."
         split = split_name(name)
