@@ -50,27 +50,51 @@ def _say(text):
         raise OutputLost(f"standard output cannot be written: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _decode(args):
-    import io
-
-    import numpy as np
-
+def _run(args, **lists):
+    "Decode as the arguments say; the Report. `lists`: those that k3lib.decode.decode fills."
     from k3lib.decode import decode
-    _check_outputs(args.model, args.json, args.logits)
     prompt = None if args.prompt is None else os.fsencode(args.prompt)  # bytes the shell gave that are not UTF-8 stay as they are
     if args.prompt_file is not None:
         if not Path(args.prompt_file).is_file():
             raise FileNotFoundError(f"{args.prompt_file}: {'is a folder' if Path(args.prompt_file).is_dir() else 'no such file'}")
         prompt = Path(args.prompt_file).read_bytes()
+    return decode(args.model, args.ids, prompt, args.max_new_tokens, args.ram, args.trunk, args.threads, show=_say, **lists)
+
+
+def _decode(args):
+    import io
+
+    import numpy as np
+    _check_outputs(args.model, args.json, args.logits)
     logits = [] if args.logits else None
-    report = decode(args.model, args.ids, prompt, args.max_new_tokens, args.ram, args.trunk, args.threads, logits,
-                    show=_say)
+    report = _run(args, logits=logits)
     if args.logits:
         buffer = io.BytesIO()
         np.save(buffer, np.stack(logits))
         _write(args.logits, buffer.getvalue())
     if args.json:
         _json(args.json, report.as_dict())
+
+
+def _trace(args):
+    from k3lib.experts import EXPERT_BYTES, packed_trace, read_trace, replay_text
+    from k3lib.model import UsageError
+    if args.replay is not None:
+        passes = read_trace(args.replay)
+        return _say(replay_text(passes, EXPERT_BYTES if args.model is None else _expert_bytes(args.model, passes)))
+    if args.model is None or args.out is None:
+        raise UsageError(f"{'MODEL' if args.model is None else '--out FILE'} is missing: a run is recorded with `k3 trace MODEL --ids 1,2,3 --out FILE`")
+    _check_outputs(args.model, args.out)
+    requests = []
+    _run(args, trace=requests)
+    _write(args.out, packed_trace(requests))
+
+
+def _expert_bytes(model, passes):
+    "Bytes of an expert of the model that the passes of a trace belong to."
+    from k3lib.checkpoint import Checkpoint
+    layer, experts = passes[0][0]
+    return sum(extent.nbytes for extent in Checkpoint(model).expert(layer, experts[0]).values())
 
 
 def _plan(args):
@@ -127,6 +151,19 @@ def _synth(args):
                progress=lambda text: print(text, file=sys.stderr, flush=True)))
 
 
+def _add_run(parser):
+    "The arguments of a decoding run. Returns the group of which one must be given."
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument("--ids", metavar="1,2,3", help="the prompt as token ids")
+    given.add_argument("--prompt", metavar="TEXT", help="the prompt as text; names of control tokens in it stay text")
+    given.add_argument("--prompt-file", metavar="FILE", help="the prompt as a file's bytes")
+    parser.add_argument("--max-new-tokens", metavar="N", default="8")
+    parser.add_argument("--ram", metavar="SIZE", default="8GB", help="most memory to use: 8GB is 8e9 bytes, 8GiB 2^33 (default 8GB)")
+    parser.add_argument("--trunk", metavar="DIR", help="read the trunk from a folder that `k3 pack` has filled from this model")
+    parser.add_argument("--threads", metavar="N", default=None, help="threads of the arithmetic (default: all cores)")
+    return given
+
+
 def _parser():
     parser = argparse.ArgumentParser(prog="k3", description="Kimi K3, decoded under the memory budget you choose.")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -134,17 +171,16 @@ def _parser():
 
     decode = commands.add_parser("decode", help="greedy decoding of a prompt")
     decode.add_argument("model", help="folder of the checkpoint")
-    given = decode.add_mutually_exclusive_group(required=True)
-    given.add_argument("--ids", metavar="1,2,3", help="the prompt as token ids")
-    given.add_argument("--prompt", metavar="TEXT", help="the prompt as text; names of control tokens in it stay text")
-    given.add_argument("--prompt-file", metavar="FILE", help="the prompt as a file's bytes")
-    decode.add_argument("--max-new-tokens", metavar="N", default="8")
-    decode.add_argument("--ram", metavar="SIZE", default="8GB", help="most memory to use: 8GB is 8e9 bytes, 8GiB 2^33 (default 8GB)")
-    decode.add_argument("--trunk", metavar="DIR", help="read the trunk from a folder that `k3 pack` has filled from this model")
-    decode.add_argument("--threads", metavar="N", default=None, help="threads of the arithmetic (default: all cores)")
+    _add_run(decode)
     decode.add_argument("--json", metavar="FILE", help="write the report as JSON")
     decode.add_argument("--logits", metavar="FILE.npy", help="write every step's logits, float32 [steps, vocab]")
     decode.set_defaults(run=_decode)
+
+    trace = commands.add_parser("trace", help="record which experts a run requests; or what caches would make of such a record")
+    trace.add_argument("model", nargs="?", help="folder of the checkpoint; with --replay only for the size of an expert (default: the released model's)")
+    _add_run(trace).add_argument("--replay", metavar="FILE", help="print hit rate against capacity for a trace, and decode nothing")
+    trace.add_argument("--out", metavar="FILE", help="write the trace: pairs of little-endian uint32, layer and expert, in the order of the requests")
+    trace.set_defaults(run=_trace)
 
     plan = commands.add_parser("plan", help="what a budget would be spent on")
     plan.add_argument("model")
@@ -185,6 +221,7 @@ def _exit_code(error):
     "2 usage, config or plan refused; 4 weights unreadable or damaged; 130 interrupted; 1 anything else."
     from k3lib.checkpoint import CheckpointError
     from k3lib.config import ConfigError
+    from k3lib.experts import TraceError
     from k3lib.model import UsageError
     from k3lib.synth import SynthError
     from k3lib.tokenizer import TokenizerError
@@ -192,7 +229,7 @@ def _exit_code(error):
         return 4
     if isinstance(error, KeyboardInterrupt):
         return 130
-    return 2 if isinstance(error, (UsageError, ConfigError, TokenizerError, SynthError, FileNotFoundError, NotADirectoryError)) else 1
+    return 2 if isinstance(error, (UsageError, TraceError, ConfigError, TokenizerError, SynthError, FileNotFoundError, NotADirectoryError)) else 1
 
 
 def main(argv=None):

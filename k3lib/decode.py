@@ -4,10 +4,10 @@ Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
 # built on checkpoint 896d50f93397
 # built on config 51e2455fa9ab
-# built on experts 0f16f633c7a7
+# built on experts 03d26b2d6b0a
 # built on model ddeaff88c968
 # built on tokenizer ba3142582e6b
-# built on trunk 5ddda4ce6870
+# built on trunk a6aa3c7e3a54
 
 import ctypes
 import dataclasses
@@ -231,9 +231,9 @@ def make_plan(config, checkpoint, ram, context, prompt_tokens=None, threads=CORE
         left, ring, slots = left + ring, 0, 0
     pinned, pinned_bytes = _front(streams, left)
     left -= pinned_bytes
-    if (len(pinned) == len(streams) or whole == expert) and left + experts * expert >= experts * whole:
+    if (len(pinned) == len(streams) or whole == expert) and left + experts * expert >= (experts + 1) * whole:
         all_experts = config.num_experts * (config.num_hidden_layers - first_moe)
-        expert, experts = whole, min((left + experts * expert) // whole, all_experts)
+        expert, experts = whole, min((left + experts * expert) // whole, all_experts + experts)  # one a reader keeps nothing
     parts = {**fixed, f"activations, chunks of {chunk}": activation_bytes(config, chunk), "ring of row blocks": ring,
              "pinned trunk": pinned_bytes, f"expert slots, {experts}": experts * expert}
     plan = Plan(ram, parts, pinned, pinned_bytes, max(trunk, 1), slots, slot, experts, expert, context, chunk)
@@ -473,7 +473,8 @@ def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=
     weights = Trunk(source, walk, plan.pinned, row_multiples(config), files, part_of,
                     plan.slots, plan.slot_bytes, max(READERS, threads), progress, AHEAD)
     experts = Experts(lambda L, e: list(checkpoint.expert(L, e).values()), files, plan.expert_slots,
-                      plan.expert_slot_bytes, max(EXPERT_READERS, threads))
+                      plan.expert_slot_bytes, max(EXPERT_READERS, threads),
+                      range(config.first_k_dense_replace, config.num_hidden_layers))
     report = Report(str(path), is_synthetic(path), threads, plan, None if trunk is None else str(trunk))
     stop = frozenset(config.eos_token_ids) | frozenset(tokenizer.stop_ids if tokenizer else ())
     return Decoder(config, weights, experts, plan, report, stop, tokenizer, read_before)
@@ -540,11 +541,12 @@ def progress_bar(total, unit, **how):
     return tqdm(total=total, unit=unit, disable=sys.stderr is None or not sys.stderr.isatty(), leave=False, **how)
 
 
-def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", trunk=None, threads=None, logits=None, show=print):
+def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", trunk=None, threads=None, logits=None, show=print, trace=None):
     """One whole run: encode, plan, load, decode greedily, report. Returns the Report.
 
-    `ids` '1,2,3' or `prompt` str or bytes; `logits`: a list that receives each step's float32 [vocab]. `show` is given
-    the plan, the prompt, each token as it comes, all ids and their text, and the report. Raises what `load` raises.
+    `ids` '1,2,3' or `prompt` str or bytes; `logits`: a list that receives each step's float32 [vocab]; `trace`: one that
+    receives (layer, expert) of every request. `show` is given the plan, the prompt, each token as it comes, all ids and their
+    text, and the report. Raises what `load` raises.
     """
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 20)
     ids = prompt_ids(path, ids, prompt)
@@ -554,6 +556,7 @@ def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", trunk=None,
     model = load(path, ram, trunk, threads, context=len(ids) + max_new_tokens, prompt_tokens=len(ids),
                  on_plan=lambda plan: show(plan.text()), progress=pinning.update)
     pinning.close()
+    model.experts.trace = trace
     passes = -(-len(ids) // model.chunk) + max_new_tokens - 1
     bar = progress_bar(passes * model.config.num_hidden_layers, "layer")
     model.on_layer = lambda L: bar.update()

@@ -165,29 +165,29 @@ class Files:
         return start
 
     def stream(self, extent, offset, part, pieces, loop):
-        """Have compiled code read from byte `offset` of `extent` and work on what it reads: loop(descriptor, journal) -> pieces done.
+        """Have compiled code read from byte `offset` of `extent` and work on what it reads, in at most so many `pieces`: the result of
+        loop(descriptor, journal), or None for a file that is not read directly.
 
-        `pieces`: the bytes of each. In row 0 of `journal`, float64 [1 + pieces, 4], the loop writes when it began (column 1); in the
-        others when a piece was there, when it was done with, the bytes moved, and the processor seconds of the work. Returns 0 for a
-        file that is not read directly.
+        In the rows of `journal`, float64 [1 + pieces, 5], after the first, the loop writes when a piece was there, when it was done
+        with, the bytes moved, the processor seconds of the work, and the bytes it was after; in row 0 the seconds of all reads, when
+        the loop began, and the sums of the last three.
         """
         file = self._begin(extent, offset)
-        done, journal = 0, np.zeros((len(pieces) + 1, 4))
+        result, journal = None, np.zeros((pieces + 1, 5))
         try:
             descriptor, direct = file.descriptor
             if direct:
-                done = loop(descriptor, journal)
+                result = loop(descriptor, journal)
         finally:
-            self._end(part, sum(pieces[:done]), int(journal[1:done + 1, 2].sum()))
-        read = journal[1:done + 1, 0] - journal[:done, 1]
-        with self._turn:
-            self.seconds[part] += float(read.sum())
-            self.seconds["arithmetic"] += float(journal[1:done + 1, 3].sum())
-            if self.log is not None:
-                name = threading.current_thread().name
-                for before, (arrived, ended, *_), nbytes in zip(journal[:done, 1], journal[1:done + 1], pieces):
-                    self.log += Event(part, name, before, arrived, nbytes), Event("arithmetic", name, arrived, ended, nbytes)
-        return done
+            read, _, moved, worked, nbytes = journal[0].tolist()
+            self._end(part, int(nbytes), int(moved), read, worked)
+        if self.log is not None:
+            name = threading.current_thread().name
+            with self._turn:
+                for before, (arrived, ended, _, _, nbytes) in zip(journal[:, 1], journal[1:]):
+                    if nbytes:
+                        self.log += Event(part, name, before, arrived, int(nbytes)), Event("arithmetic", name, arrived, ended, int(nbytes))
+        return result
 
     def _begin(self, extent, offset):
         "The File of an extent, opened at its first use; it stays open until _end."
@@ -200,9 +200,11 @@ class Files:
             self._reading += 1
             return file
 
-    def _end(self, part, nbytes, moved):
+    def _end(self, part, nbytes, moved, read=0.0, worked=0.0):
         with self._turn:
             self._reading -= 1
+            self.seconds[part] += read
+            self.seconds["arithmetic"] += worked
             self.bytes_read[part] += nbytes
             self.moved += moved
             if self._closed:
@@ -271,6 +273,13 @@ class Read(NamedTuple):
         skipped = rows * (self.nbytes // self.rows)
         return self._replace(first=self.first + rows, rows=self.rows - rows, begin=self.begin + skipped, nbytes=self.nbytes - skipped)
 
+    def through(self, last):
+        "One read from here to the end of `last`, a later read of the same tensor."
+        return self._replace(rows=last.first + last.rows - self.first, nbytes=last.begin + last.nbytes - self.begin)
+
+
+NO_MORE = 1 << 62  # a counter set to this gives no more pieces
+
 
 class Ring:
     """Aligned slots that readers fill in the order of a cyclic list of reads, ahead of the arithmetic.
@@ -289,11 +298,12 @@ class Ring:
         self._turn = threading.Lock()
         self._work, self._news = threading.Condition(self._turn), threading.Condition(self._turn)  # for readers; for the consumer
         self._stopped = self._paused = self._failed = False
-        self._issued = self._taken = self._first = 0  # next block to read, next to hand out, the one the walk began with
+        self._issued = self._taken = self._first = 0  # next block to read ahead, next to hand out, the one the walk began with
         self._free = [*range(slots)]  # the slot given back last goes out first: it is still in a cache
         self._slot, self._filled = {}, {}  # block: slot, from its issue to its release; block: data or what was raised
-        self._call = self._stream = self._failure = None
-        self._until, self._most, self._due = 0, 0, []  # blocks below `until` are for `call`, at most so many at a time
+        self._call = self._stream = self._failure = self._rest = self._drawn = None
+        self._at = self._until = self._most = 0  # blocks from `at` to `until` are for `call` to read, at most so many at a time
+        self._due = []  # blocks of the open matrix that were read ahead
         self._left = self._calling = self._busy = self._waiting = 0  # calls not ended; readers that call; at work; without work
         self._readers = [threading.Thread(target=self._serve, name=f"k3-trunk-{i}", daemon=True) for i in range(readers)]
         for thread in self._readers:
@@ -324,8 +334,8 @@ class Ring:
         """Have the readers call work(read, data) on each of `count` blocks from `number`, the next, in any order, at most
         `threads` at a time.
 
-        A block that has not been read yet is first offered to stream(read, slot), which reads and works on its own and returns how
-        many rows it has done; `work` gets the others. Returns when all calls have ended; raises what one of them, or a reader, raised.
+        With stream(read, slot, drawn), only the blocks that were read ahead come to `work`. The others, as one read, are left to readers
+        that all call `stream` and share the counter `drawn`, int64 [1], until it has no pieces left. Returns when all calls have ended; raises what one of them, or a reader, raised.
         """
         def call(read, data):
             self.files.multiply(read.nbytes, work, read, data)
@@ -334,15 +344,21 @@ class Ring:
         with self._turn:
             self._claim(number, count)
             self._call, self._stream, self._most, self._failure = call, stream, threads, None
-            self._left, self._until = count, number + count
-            self._due = [n for n in range(number, self._until) if n in self._filled]
+            self._until = number + count
+            self._at = min(max(number, self._issued), self._until)
+            self._left = count if stream is None else self._at - number
+            self._rest = self._read(self._at).through(self._read(self._until - 1)) if self._at < self._until else None
+            self._drawn = np.zeros(1, np.int64)
+            self._issued = max(self._issued, self._until)
+            self._due = [n for n in range(number, self._at) if n in self._filled]
             self._work.notify_all()
             try:
-                while self._left and self._failure is None and not self._stopped:
+                while not self._all_done() and self._failure is None and not self._stopped:
                     self._news.wait()
             finally:
-                self._failed = self._left > 0 or self._failure is not None
-                self._call, self._until = None, 0
+                self._failed = not self._all_done() or self._failure is not None
+                self._call, self._at, self._until = None, 0, 0
+                self._drawn[0] = NO_MORE
                 self._due.clear()
                 while self._calling:
                     self._news.wait()
@@ -351,6 +367,9 @@ class Ring:
             self._check_open()
             if self._failure is not None:
                 raise self._failure
+
+    def _all_done(self):
+        return not (self._left or self._at < self._until or self._calling)
 
     def _claim(self, number, count):
         self._check_open()
@@ -407,42 +426,56 @@ class Ring:
             result = self._do(*job)
 
     def _next(self):
-        "(block, call): a block of the open matrix that was read ahead, else the next read; None while there is no slot for it."
+        """(block, slot, call): a block of the open matrix that was read ahead, else one to read ahead, else one of the matrix; block None
+        for whoever streams what is left of it. None while there is no slot for it."""
         call = self._call if self._calling < self._most else None
+        number = slot = None
         if self._due and call is not None:
             number = self._due.pop()
+            slot = self._slot[number]
         elif self._free and not self._paused:
-            number = self._issued
-            if number >= self._until:
-                call = None
-            if call is None and len(self._filled) + self._busy - self._calling >= self.ahead:
+            if self._reads_ahead():
+                number, call = self._issued, None
+                self._issued += 1
+            elif call is None or self._at == self._until:
                 return None
-            self._issued += 1
-            self._slot[number] = self._free.pop()
-        else:
+            elif self._stream is None:
+                number = self._at
+                self._at += 1
+            slot = self._free.pop()
+            if number is not None:
+                self._slot[number] = slot
+        if slot is None:
             return None
         self._busy += 1
         self._calling += call is not None
         if self._waiting and (self._free or self._due):
             self._work.notify()
-        return number, call
+        return number, slot, call
 
-    def _do(self, number, call):
-        "The block's data, or None if they were given to `call`; or what was raised."
-        read, slot = self.reads[(number - self._first) % len(self.reads)], self.memory[self._slot[number]]
+    def _reads_ahead(self):
+        "Whether the next free reader goes beyond the open matrix. While that has blocks to read one at a time does, and never into the last slot."
+        coming = self._busy - self._calling
+        open_matrix = self._at < self._until
+        return len(self._filled) + coming < self.ahead and not (open_matrix and (coming or len(self._free) == 1))
+
+    def _read(self, number):
+        return self.reads[(number - self._first) % len(self.reads)]
+
+    def _do(self, number, slot, call):
+        "The block's data, or None if they, or the rest of the matrix, were given to `call` or streamed; or what was raised."
         try:
+            memory = self.memory[slot]
+            if number is None:
+                return self._stream(self._rest, memory, self._drawn)
             data = self._filled.pop(number, None)
-            if data is None and call is not None and self._stream is not None:
-                read = read.after(self._stream(read, slot))
-                if not read.rows:
-                    return None
             if data is None:
-                data = self._fill(slot, read)
+                data = self._fill(memory, self._read(number))
             if call is None:
                 return data
             if isinstance(data, BaseException):
                 raise data
-            call(read, data)
+            call(self._read(number), data)
         except BaseException as error:  # whatever it is, the consumer must hear of it
             return error
 
@@ -450,7 +483,7 @@ class Ring:
         start = self.files.read(slot, read.extent, read.begin, read.nbytes, read.part)
         return typed(slot, start, read.nbytes, read.extent.dtype)
 
-    def _settle(self, number, call, result):
+    def _settle(self, number, slot, call, result):
         self._busy -= 1
         if call is None:
             self._filled[number] = result
@@ -459,11 +492,15 @@ class Ring:
             self._news.notify()
             return
         self._calling -= 1
-        self._left -= 1
-        self._give_back(number)
+        if number is None:
+            self._at = self._until
+            self._free.append(slot)
+        else:
+            self._left -= 1
+            self._give_back(number)
         if result is not None:
             self._failure = result
-        if self._left == 0 or self._failure is not None or self._call is None:
+        if self._all_done() or self._failure is not None or self._call is None:
             self._news.notify()
 
     def _give_back(self, number):
@@ -488,7 +525,7 @@ def row_blocks(extent, multiple, slot_bytes, part):
 
 
 COMPILED_READS = sys.platform == "linux" and sys.maxsize > 2**32  # elsewhere the same reads are made from Python, a slot at a time
-PIECE = 1 << 20  # bytes read and multiplied at a time: with a vector they stay in a core's own cache
+PIECE = 1 << 19  # bytes read and multiplied at a time: two readers' pieces and a vector stay in a core's own cache
 WALL, BUSY = 1, 3  # Linux's numbers of two clocks: that of time.perf_counter, and the processor time of this thread
 
 
@@ -520,52 +557,85 @@ def clock(typingctx, which):
 
 
 @njit(**INNER)
-def read_piece(descriptor, offset, nbytes, slot, at, note):
-    "Read `nbytes` at `offset` into slot[at:], `at` a whole page; returns where they begin, -1 if not all of them came. `note`: a journal's row."
+def read_piece(descriptor, offset, nbytes, slot, at, journal, p):
+    "Read piece `p`, `nbytes` at `offset`, into slot[at:], `at` a whole page; returns where it begins, -1 if not all of it came."
     low = offset - offset % PAGE
     want = (offset + nbytes - low + PAGE - 1) // PAGE * PAGE
     got = _pread(descriptor, slot, at, want, low)
-    note[0], note[2], note[3] = clock(WALL), got, clock(BUSY)
-    return at + offset - low if got >= offset + nbytes - low else -1
+    if got < offset + nbytes - low:
+        return -1
+    journal[p + 1, 0], journal[p + 1, 2], journal[p + 1, 3], journal[p + 1, 4] = clock(WALL), got, clock(BUSY), nbytes
+    journal[0, 0] += journal[p + 1, 0] - journal[p, 1]
+    journal[0, 2] += got
+    journal[0, 4] += nbytes
+    return at + offset - low
 
 
 @njit(**INNER)
-def worked(note):
-    "Write down that the piece has been multiplied."
-    note[1], note[3] = clock(WALL), clock(BUSY) - note[3]
+def worked(journal, p):
+    "Write down that piece `p` has been multiplied."
+    journal[p + 1, 1], journal[p + 1, 3] = clock(WALL), clock(BUSY) - journal[p + 1, 3]
+    journal[0, 3] += journal[p + 1, 3]
+
+
+@intrinsic
+def _add(typingctx, counter, n):
+    "(int64 [1], int64): counter[0] += n, whoever else does so at this moment; returns what it was."
+    def codegen(context, builder, sig, args):
+        return builder.atomic_rmw("add", context.make_array(sig.args[0])(context, builder, args[0]).data, args[1], "monotonic")
+    return types.int64(counter, types.int64), codegen
 
 
 @njit(**KERNEL)
-def _stream_rows(descriptor, offset, rows, piece, slot, elements, k, x, out, first, journal):
-    "Rows [rows, k] at `offset`, read `piece` at a time into `slot`, of which `elements` is another view; returns the pieces done."
+def draw(counter):
+    "The next number, from 0, of a `counter` int64 [1] that several threads share."
+    return _add(counter, 1)
+
+
+@njit(**KERNEL)
+def _stream_rows(descriptor, offset, rows, piece, slot, elements, k, x, out, first, drawn, journal):
+    """Rows [rows, k] at `offset`, read `piece` at a time into `slot`, of which `elements` is another view, as long as `drawn` gives
+    pieces. Returns the number that is no piece any more, or that of a piece which did not come as it should."""
     journal[0, 1] = clock(WALL)
-    row = k * elements.itemsize
-    for p in range(len(journal) - 1):
+    row, done = k * elements.itemsize, 0
+    while True:
+        p = draw(drawn)
         n = min(piece, rows - p * piece)
-        begin = read_piece(descriptor, offset + p * piece * row, n * row, slot, 0, journal[p + 1])
+        if n <= 0:
+            return p
+        begin = read_piece(descriptor, offset + p * piece * row, n * row, slot, 0, journal, done)
         if begin < 0 or begin % elements.itemsize:
             return p
         start = begin // elements.itemsize
         matmul_rows(elements[start:start + n * k].reshape(n, k), x, out, first + p * piece)
-        worked(journal[p + 1])
-    return len(journal) - 1
+        worked(journal, done)
+        done += 1
 
 
-def pieces_of(rows, row_bytes):
-    "(rows a piece, bytes of every piece) for `rows` rows of `row_bytes`."
-    fit = PIECE // row_bytes
+def pieces_of(rows, row_bytes, room=PIECE):
+    "(rows a piece, number of pieces) for `rows` rows of `row_bytes` that come to a place with `room` for at least one."
+    fit = min(PIECE, room) // row_bytes
     piece = fit // TILE * TILE or fit // 4 * 4 or 1  # as the kernels take them, where there is room
-    return piece, [min(piece, rows - r) * row_bytes for r in range(0, rows, piece)]
+    return piece, -(-rows // piece)
 
 
-def stream_rows(files, read, slot, x, out):
-    "Read and multiply the rows of a block; returns how many were done. A read that fails or comes short ends it: File.read says why."
+def stream_rows(files, read, slot, x, out, drawn):
+    """Read and multiply pieces of a read until `drawn` gives no more; any number of threads may, each with a slot of its own. A piece that
+    compiled code cannot have, of a file read through the page cache, at an odd address, cut short, is File.read's: it says why."""
     row = read.nbytes // read.rows
-    piece, pieces = pieces_of(read.rows, row)
+    piece, pieces = pieces_of(read.rows, row, len(slot) - 2 * PAGE)  # compiled code does not look where a read ends
     elements = slot.view(ARRAY_DTYPE[read.extent.dtype])
-    done = files.stream(read.extent, read.begin, read.part, pieces, lambda descriptor, journal: _stream_rows(
-        descriptor, read.extent.offset + read.begin, read.rows, piece, slot, elements, row // elements.itemsize, x, out, read.first, journal))
-    return min(done * piece, read.rows)
+    while True:
+        p = files.stream(read.extent, read.begin, read.part, pieces, lambda descriptor, journal: _stream_rows(
+            descriptor, read.extent.offset + read.begin, read.rows, piece, slot, elements, row // elements.itemsize, x, out, read.first,
+            drawn, journal))
+        p = draw(drawn) if p is None else p
+        if p >= pieces:
+            return
+        n = min(piece, read.rows - p * piece)
+        start = files.read(slot, read.extent, read.begin + p * piece * row, n * row, read.part)
+        rows = typed(slot, start, n * row, read.extent.dtype).reshape(n, -1)
+        files.multiply(rows.nbytes, matmul_rows, rows, x, out, read.first + p * piece)
 
 
 def at_once(threads):
@@ -604,8 +674,8 @@ class Streamed:
         def work(first, rows):
             matmul_rows(rows, x, out, first)
 
-        def stream(read, slot):
-            return stream_rows(self.ring.files, read, slot, x, out)
+        def stream(read, slot, drawn):
+            stream_rows(self.ring.files, read, slot, x, out, drawn)
         self.each(work, at_once(threads), stream if COMPILED_READS else None)
 
 
@@ -823,4 +893,4 @@ class Packed:
         return (self.packed if name in self.packed else self.checkpoint).extent(name)
 
 
-__all__ = ['PAGE', 'CORES', 'MOST_READERS', 'ONE_READ', 'ITEMSIZE', 'ARRAY_DTYPE', 'aligned', 'widened', 'File', 'Event', 'Files', 'typed', 'Read', 'Ring', 'row_blocks', 'COMPILED_READS', 'PIECE', 'WALL', 'BUSY', 'clock', 'read_piece', 'worked', 'pieces_of', 'stream_rows', 'at_once', 'Streamed', 'as_float32', 'is_matrix', 'Trunk', 'CHUNK', 'data_runs', 'pack', 'Packed']
+__all__ = ['PAGE', 'CORES', 'MOST_READERS', 'ONE_READ', 'ITEMSIZE', 'ARRAY_DTYPE', 'aligned', 'widened', 'File', 'Event', 'Files', 'typed', 'Read', 'NO_MORE', 'Ring', 'row_blocks', 'COMPILED_READS', 'PIECE', 'WALL', 'BUSY', 'clock', 'read_piece', 'worked', 'draw', 'pieces_of', 'stream_rows', 'at_once', 'Streamed', 'as_float32', 'is_matrix', 'Trunk', 'CHUNK', 'data_runs', 'pack', 'Packed']

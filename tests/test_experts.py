@@ -1,5 +1,6 @@
 "k3lib.experts: every requested expert is called for once with its own bytes, whatever the slots, the order and the interruptions."
 import _thread
+import contextlib
 import os
 import random
 import threading
@@ -128,11 +129,13 @@ class Poisoned(Experts):
 
 class Late(Poisoned):
     "Experts that fetch nothing before it is its turn: they all arrive."
-    _ahead = property(lambda self: False, lambda self, ahead: None)
+
+    def _next(self):
+        return super()._next() if self._call and self._calling < self._most else None
 
 
 def make(store, slots, readers=3, files=None, kind=Experts, nbytes=None):
-    return kind(store.extents, files or Files(), slots, nbytes or slot_bytes(store.extents(0, 0)), readers)
+    return kind(store.extents, files or Files(), slots, nbytes or slot_bytes(store.extents(0, 0)), readers, range(LAYERS))
 
 
 def in_pieces_of(monkeypatch, nbytes):
@@ -191,10 +194,17 @@ def until(true, seconds=5):
     time.sleep(0.02)
 
 
-def close(experts):
-    "End them; every slot is free or has its expert."
+def resident(experts):
+    "The keys of what is kept. What the shares say must be there, and nothing else."
     with experts._turn:
         experts._abandon()
+    assert {*experts._resident} == {(L, e) for L, share in experts._kept._of.items() for e in share.kept}, "kept and resident are not the same"
+    return sorted(experts._resident)
+
+
+def close(experts):
+    "End them; every slot is free or has its expert, and the experts are those that were chosen to stay."
+    resident(experts)
     assert sorted([*experts._free, *(slot for slot, _ in experts._resident.values())]) == list(range(len(experts._memory))), (
         "a slot was lost or counted twice")
     experts.close()
@@ -327,7 +337,7 @@ def test_fifty_runs_have_the_same_bytes(tmp_path, monkeypatch, passing):
     for run in range(50):
         rng, store = random.Random(run), stores[run % 2]
         nbytes = passing_bytes(store.extents(0, 0)) if passing else None
-        experts = make(store, rng.choice([1, 2, 5, 40]), rng.choice([1, 2, 4]), Slow(run, 2e-4), Poisoned, nbytes)
+        experts = make(store, rng.choice([1, 2, 5, 8, 11, 40]), rng.choice([1, 2, 4]), Slow(run, 2e-4), Poisoned, nbytes)
         for _ in range(2):
             for L in range(LAYERS):
                 some, threads = rng.sample(range(EXPERTS), rng.randint(1, 8)), rng.choice([1, 2, 9])
@@ -387,8 +397,8 @@ def test_a_layer_lets_any_reader_multiply_once_all_cores_are_to_be_used(store):
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_hits_were_resident_before_the_request(store, threads):
-    "Fetched for this request is no hit, however early it came; resident since an earlier one is; the least recently used goes first."
-    experts = make(store, 4, readers=threads)
+    "Fetched for this request is no hit, however early it came; kept since an earlier one is. A layer's share is its own."
+    experts = make(store, LAYERS * 4 + threads, readers=threads)
     told = []
 
     def step(L, ids):
@@ -398,18 +408,20 @@ def test_hits_were_resident_before_the_request(store, threads):
 
     step(0, [0, 1, 2, 3])   # nothing there yet
     step(0, [0, 1, 2, 3])   # all there
-    step(1, [0, 1])         # the same ids of another layer are other experts; two of layer 0 go
-    step(0, [0, 1, 2, 3])   # two of four are left
+    step(1, [0, 1, 2, 3, 4])  # the same ids of another layer are other experts, and one more than its share
+    step(0, [0, 1, 2, 3])   # they took nothing from layer 0
     step(0, [4, 5, 6, 7])   # all new
     step(0, [0, 1, 2, 3])   # and nothing is left
-    assert told == [0, 4, 0, 2, 0, 0], told
-    assert (experts.requests, experts.hits) == (22, 6)
-    assert experts.files.bytes_read["experts"] == 16 * SIZE, "what is a hit is not read"
+    step(1, [0, 1, 2, 3, 4])
+    assert told == [0, 4, 0, 4, 0, 0, 4], told
+    assert (experts.requests, experts.hits) == (30, 12)
+    assert experts.files.bytes_read["experts"] == 18 * SIZE, "what is a hit is not read"
+    assert resident(experts) == [(L, e) for L in (0, 1) for e in range(4)]
     close(experts)
 
 
 def test_what_was_kept_as_it_arrived_is_a_hit(store, small):
-    experts, kinds = make(store, 4, kind=Late), []
+    experts, kinds = make(store, LAYERS * 4 + 3, kind=Late), []
     for kind in (Arriving, Expert):
         experts.request(0, range(4))
         experts.each(lambda e, expert: kinds.append((type(expert), store.check(0, e, expert))), 2)
@@ -418,35 +430,42 @@ def test_what_was_kept_as_it_arrived_is_a_hit(store, small):
     close(experts)
 
 
-def test_the_least_recently_used_goes_first(store):
-    experts = make(store, 3, readers=1)
-    for ids in ([0], [1], [2], [0], [3]):  # 1 is now the oldest, and goes for 3
+def test_what_does_not_stay_passes_through_the_front_of_its_slot(store, small):
+    "Even where the slot has room for it all: the less memory it goes through the better."
+    experts, kept = make(store, LAYERS * 2 + 3, kind=Late), {}
+    experts.request(0, range(6))
+    experts.each(lambda e, expert: kept.update({e: (expert.kept, len(expert.slot))}), 1)
+    nbytes = slot_bytes(store.extents(0, 0))
+    assert kept == {e: (True, nbytes) if e < 2 else (False, small) for e in range(6)}
+    close(experts)
+
+
+def test_the_newest_visits_stay(store):
+    experts = make(store, LAYERS * 2 + 1, readers=1)
+    for ids in ([0], [1], [2], [1], [3]):  # 1 was asked for last but one, 2 before that
         consume(experts, store, 0, ids)
-    before = experts.hits
-    consume(experts, store, 0, [0, 2, 3])
-    assert experts.hits - before == 3
-    consume(experts, store, 0, [1])
-    assert experts.hits - before == 3
+    assert experts.hits == 1 and resident(experts) == [(0, 1), (0, 3)]
     close(experts)
 
 
 def test_a_requested_expert_that_is_resident_is_not_evicted_by_its_neighbours(store):
-    "The last of the request is resident and oldest: fetching the others must not push it out before it is used."
-    experts = make(store, 2, readers=2, kind=Poisoned)
-    consume(experts, store, 0, [9])
-    consume(experts, store, 0, [3])
+    "The last of the request is resident: fetching the others must not push it out before it is used."
+    experts = make(store, LAYERS + 2, readers=2, kind=Poisoned)
+    for L in (1, 2, 0):
+        consume(experts, store, L, [9])
     experts.request(0, [1, 2, 5, 9])
-    until(lambda: len(experts._ready) == 2)
+    until(lambda: len(experts._ready) == 3)
     seen = []
     experts.each(lambda e, expert: seen.append((e, store.check(0, e, expert))), 1)
     assert sorted(e for e, _ in seen) == [1, 2, 5, 9]
-    assert experts.hits == 1
+    assert experts.hits == 1 and (0, 9) in resident(experts)
     close(experts)
 
 
-def test_what_is_in_use_keeps_its_slot(store):
+@pytest.mark.parametrize("kept", [0, 1])
+def test_what_is_in_use_keeps_its_slot(store, kept):
     "One call lingers over its expert while the other reader works through the rest of the request."
-    experts = make(store, 2, readers=2, kind=Poisoned)
+    experts = make(store, LAYERS * kept + 2, readers=2, kind=Poisoned)
     for ids in ([0, 1, 2, 3, 4, 5], [5, 6, 7, 8, 9]):
         experts.request(0, ids)
         done, first = [], threading.Event()
@@ -461,13 +480,13 @@ def test_what_is_in_use_keeps_its_slot(store):
             done.append(e)
 
         experts.each(work, 2)
-        assert sorted(done) == ids and len(experts._resident) == 2
+        assert sorted(done) == ids and len(resident(experts)) == kept
     close(experts)
 
 
 def test_what_was_multiplied_in_part_is_not_kept(store):
     "A call that takes one matrix of three, or none, leaves a slot that holds no expert."
-    experts = make(store, 3, kind=Late)
+    experts = make(store, LAYERS * 4 + 3, kind=Late)
 
     def lazy(e, expert):
         for name in MATRICES[:e]:
@@ -475,7 +494,7 @@ def test_what_was_multiplied_in_part_is_not_kept(store):
 
     experts.request(0, range(4))
     experts.each(lazy, 2)
-    assert [*experts._resident] == [(0, 3)] and len(experts._free) == 2
+    assert resident(experts) == [(0, 3)]
     consume(experts, store, 0, range(4))
     assert experts.hits == 1
     close(experts)
@@ -483,12 +502,36 @@ def test_what_was_multiplied_in_part_is_not_kept(store):
 
 def test_reading_starts_with_the_request(store):
     "Nobody waits for an expert yet, and the bytes are already on their way: as many as there are slots that keep."
-    experts = make(store, 3)
+    experts = make(store, LAYERS + 2, readers=2)
     experts.request(0, range(8))
-    until(lambda: experts.files.bytes_read["experts"] >= 3 * SIZE)
-    assert experts.files.bytes_read["experts"] == 3 * SIZE
-    consume(experts, store, 0, range(8))
-    assert experts.files.bytes_read["experts"] == 8 * SIZE and experts.hits == 3  # the first request was replaced
+    until(lambda: experts.files.bytes_read["experts"] >= 5 * SIZE)
+    assert experts.files.bytes_read["experts"] == 5 * SIZE
+    consume(experts, store, 0, range(8))  # the first request was replaced; what it has read of its share is there
+    assert experts.files.bytes_read["experts"] == 12 * SIZE and experts.hits == 1
+    close(experts)
+
+
+def test_a_request_is_answered_once(store):
+    "After each() has returned or raised, the next one without a request is refused and calls nothing."
+    experts = make(store, 2)
+    calls, refused = [], "no request is open"
+
+    def work(e, expert):
+        calls.append(e)
+        if len(calls) > 5:
+            raise ZeroDivisionError("in a call")
+
+    with pytest.raises(RuntimeError, match=refused):
+        experts.each(work, 1)
+    for ids, error in (([0, 1, 2, 3], None), ([0, 1, 2, 3], ZeroDivisionError), ([], None)):
+        experts.request(0, ids)
+        with pytest.raises(error) if error else contextlib.nullcontext():
+            experts.each(work, 1)
+        before = len(calls)
+        with pytest.raises(RuntimeError, match=refused):
+            experts.each(work, 1)
+        assert len(calls) == before
+    consume(experts, store, 0, [1, 2])
     close(experts)
 
 
@@ -510,7 +553,7 @@ def test_what_passes_is_read_when_it_is_multiplied_and_not_kept(store, small):
 @pytest.mark.parametrize("passing", [False, True])
 def test_an_interrupted_request_leaves_nothing_behind(store, small, passing, taken):
     "Whether the caller never looked, or a call has failed: no call runs on, and the next request has its own experts only."
-    experts = make(store, 3, files=Slow(taken), kind=Poisoned, nbytes=small if passing else None)
+    experts = make(store, 3 if passing else LAYERS * 2 + 3, files=Slow(taken), kind=Poisoned, nbytes=small if passing else None)
     for L in (0, 1, 0, 2):
         begun, ended, lock = [], [], threading.Lock()
 
@@ -578,7 +621,7 @@ def test_an_interrupt_before_anyone_waits_leaves_no_call_behind(store):
 @pytest.mark.parametrize("passing", [False, True])
 def test_a_read_error_reaches_the_caller_and_the_next_request_works(store, small, passing):
     "As long as the file is short, every request that needs its end fails, and no other; what failed half-way is not resident."
-    experts = make(store, 2, nbytes=small if passing else None)
+    experts = make(store, 2 if passing else LAYERS * 2 + 3, nbytes=small if passing else None)
     path = store.where[1, 0, "w1"].file
     with open(path, "rb") as file:
         whole = file.read()
@@ -587,7 +630,7 @@ def test_a_read_error_reaches_the_caller_and_the_next_request_works(store, small
     for _ in range(2):
         with pytest.raises(CheckpointError, match=rf"layer1.bin: ends at byte {cut}, but bytes \d+ to \d+ are needed"):
             consume(experts, store, 1, [EXPERTS - 1, 0, 1, 2, 3], 2)
-        assert (1, EXPERTS - 1) not in experts._resident
+        assert (1, EXPERTS - 1) not in resident(experts)
         consume(experts, store, 0, range(6), 2)
     with open(path, "wb") as file:
         file.write(whole)
@@ -605,7 +648,7 @@ def test_an_error_is_raised_whatever_it_is(store):
         return store.extents(L, e)
 
     for ids in ([3], [1, 3], [1, 2, 3, 4, 5]):
-        experts = Experts(lost, Files(), 2, slot_bytes(store.extents(0, 0)), 2)
+        experts = Experts(lost, Files(), 2, slot_bytes(store.extents(0, 0)), 2, range(LAYERS))
         for pause in (0, 0.02):
             with pytest.raises(KeyError, match="expert [345]"):
                 experts.request(0, ids)
@@ -663,7 +706,7 @@ def test_what_cannot_be_requested(store):
         experts.request(0, [3, 3])
     consume(experts, store, 0, [])
     close(experts)
-    none = Experts(store.extents, Files(), 0, 0, 2)  # a model of dense layers
+    none = Experts(store.extents, Files(), 0, 0, 2, [])  # a model of dense layers
     none.request(0, [])
     with pytest.raises(ValueError, match="requested into 0 slots"):
         none.request(0, [1])

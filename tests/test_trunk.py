@@ -535,12 +535,13 @@ def test_a_pass_given_up_between_two_matrices(tmp_path):
 
 def test_rewinding_waits_for_the_reads_under_way(tmp_path):
     "A read that belongs to the interrupted pass must not land in a slot of the next."
-    tensors, gate = some_tensors(), threading.Event()
+    tensors, inside, gate = some_tensors(), threading.Event(), threading.Event()
     checkpoint = write_model(tmp_path / "m", tensors)
 
     class Stuck(Files):
         def read(self, *args):
             if threading.current_thread() is not main and self.stuck:
+                inside.set()
                 gate.wait()
             return super().read(*args)
 
@@ -552,6 +553,7 @@ def test_rewinding_waits_for_the_reads_under_way(tmp_path):
     next(blocks)
     files.stuck = True
     next(blocks)  # gives a slot back: a reader goes into a read and stays there
+    inside.wait()
     beginner = threading.Thread(target=trunk.begin)
     beginner.start()
     beginner.join(0.05)

@@ -492,7 +492,7 @@ def small_model(chunk, pinned):
     files = Files()
     trunk = Trunk(checkpoint, names, pinned, row_multiples(config), files, lambda name: "trunk", 4, 40_000, 2)
     six = lambda L, e: list(checkpoint.expert(L, e).values())
-    return Model(config, trunk, Experts(six, files, 4, slot_bytes(six(1, 0)), 2), context=64, chunk=chunk)
+    return Model(config, trunk, Experts(six, files, 4, slot_bytes(six(1, 0)), 2, range(1, config.num_hidden_layers)), context=64, chunk=chunk)
 
 
 # %%
