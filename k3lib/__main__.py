@@ -1,5 +1,8 @@
 import sys
 
-from k3lib.cli import main
-
-sys.exit(main())
+try:
+    from k3lib.cli import main
+    code = main()
+except KeyboardInterrupt:  # before main listens
+    code = 130
+sys.exit(code)

@@ -1,8 +1,12 @@
 """The `k3` command. Arguments in, exit code out: every command passes on to a chapter's module."""
 import argparse
+import contextlib
 import json
 import os
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 
@@ -218,7 +222,7 @@ def _parser():
 
 
 def _exit_code(error):
-    "2 usage, config or plan refused; 4 weights unreadable or damaged; 130 interrupted; 1 anything else."
+    "2 usage, config or plan refused; 4 weights unreadable or damaged; 1 anything else."
     from k3lib.checkpoint import CheckpointError
     from k3lib.config import ConfigError
     from k3lib.experts import TraceError
@@ -227,14 +231,62 @@ def _exit_code(error):
     from k3lib.tokenizer import TokenizerError
     if isinstance(error, CheckpointError):
         return 4
-    if isinstance(error, KeyboardInterrupt):
-        return 130
     return 2 if isinstance(error, (UsageError, TraceError, ConfigError, TokenizerError, SynthError, FileNotFoundError, NotADirectoryError)) else 1
 
 
+STOPPING = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+GRACE = 1.4  # seconds from a signal to the end, come what may
+
+
+@contextlib.contextmanager
+def _stopping(command):
+    """The first SIGINT or SIGTERM raises KeyboardInterrupt, later ones do nothing. Yields the list of those that came.
+
+    Python runs its handler between two instructions. It does not come to that while a read stalls or a kernel is long, so a thread hears of the
+    signal too, and ends the process if it is still there after GRACE seconds.
+    """
+    came, reader, writer = [], *os.pipe()
+
+    def heed(number, frame):
+        if not came:
+            came.append(number)
+            raise KeyboardInterrupt
+
+    def watch():
+        number = os.read(reader, 1)[0]
+        if number:
+            time.sleep(GRACE)
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                os.write(sys.stderr.fileno(), f"k3 {command}: {STOPPING[number]} in the middle of a read or a product that did not end\n".encode())
+            os._exit(128 + number)
+
+    os.set_blocking(writer, False)
+    before = {number: signal.signal(number, heed) for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN}
+    others = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    watcher = threading.Thread(target=watch, name="k3-signals", daemon=True)
+    watcher.start()
+    try:
+        yield came
+    finally:
+        signal.set_wakeup_fd(others)
+        if not came:  # else the watcher stays, in case the end of the process takes long
+            os.write(writer, b"\0")
+            watcher.join()
+            os.close(reader), os.close(writer)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_IGN if came else handler)
+
+
 def main(argv=None):
-    "Run one command and return its exit code: 0, or what _exit_code says."
+    "Run one command and return its exit code: 0, what _exit_code says, or 128 and the number of the signal that ended it."
     args = _parser().parse_args(argv)
+    if threading.current_thread() is not threading.main_thread():
+        return _main(args, [])
+    with _stopping(args.command) as came:
+        return _main(args, came)
+
+
+def _main(args, came):
     try:
         if sys.stdout is None:  # closed by whoever started us: print would lose the answer without a word
             raise OutputLost("standard output is closed")
@@ -243,11 +295,13 @@ def main(argv=None):
     except (Exception, KeyboardInterrupt) as error:
         if args.debug:
             raise
-        code, text = _exit_code(error), str(error)
-        if isinstance(error, KeyboardInterrupt):
-            text = "interrupted"
-        elif code == 1 and not isinstance(error, OutputLost):
-            text = f"{type(error).__name__}: {error}"
+        if came or isinstance(error, KeyboardInterrupt):  # an import that is broken off raises what it likes
+            number = came[0] if came else signal.SIGINT
+            code, text = 128 + number, f"{STOPPING[number]} {getattr(error, 'done', '')}".rstrip()
+        else:
+            code, text = _exit_code(error), str(error)
+            if code == 1 and not isinstance(error, OutputLost):
+                text = f"{type(error).__name__}: {error}"
         if sys.stderr is not None:
             print(f"k3 {args.command}: {text}", file=sys.stderr)
         return code

@@ -8,13 +8,13 @@ import argparse
 import base64
 import contextlib
 import copy
+import faulthandler
 import io
 import json
 import os
 import random
 import re
 import shutil
-import signal
 import stat
 import sys
 import tempfile
@@ -33,7 +33,7 @@ SHARDS = sorted(path.name for path in MODEL.glob("*.safetensors"))
 USED = SHARDS[:14]  # the last two hold the image side, of which decoding reads no byte
 LAYER = "language_model.model.layers."
 TEXT, IDS = ("--prompt", "The capital of France is"), ("--ids", "466,261,312,284,313,379,220,37,81,307,306,472")
-SECONDS = 600  # a case that takes longer has hung
+SECONDS = 600  # a case that takes longer has hung: the process ends and says where
 
 REFUSED = "refused"  # decode must refuse it
 EITHER = "refused or no matter"  # refused, or the ids are the right ones and verify finds it
@@ -669,10 +669,6 @@ def reader_of(folder):
             os.seteuid(0)
 
 
-def hung(signum, frame):
-    raise TimeoutError(f"no end after {SECONDS} s")
-
-
 class Bench:
     "Judges cases in a folder of its own, against the answer of the undamaged model."
 
@@ -702,15 +698,14 @@ class Bench:
         "(outcome, why it is wrong or ''): outcome is 'same ids', 'refused' or 'silent difference'."
         folder = self.copy()
         case.damage(folder)
-        signal.signal(signal.SIGALRM, hung)
-        signal.alarm(SECONDS)
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
         try:
             with reader_of(folder), warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
                 code, out, err = decode(folder, case.prompt)
             verified = k3("verify", folder) if code == 0 and case.expected in (EITHER, UNKNOWABLE) else None
         finally:
-            signal.alarm(0)
+            faulthandler.cancel_dump_traceback_later()
             for left in self.folder.glob(f"{folder.name}[-.]*"):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
             shutil.rmtree(folder)

@@ -1,5 +1,6 @@
 "Damaged numbers: an infinity, a NaN or an E8M0 scale of 255 that is multiplied ends the run and is named, whatever stands between it and the logits."
 import contextlib
+import os
 import re
 import shutil
 from pathlib import Path
@@ -55,17 +56,21 @@ def streaming(folder):
 @contextlib.contextmanager
 def damaged(extent, at, data):
     "The bytes of element number `at` of a tensor replaced, and put back afterwards."
+    when = Path(extent.file).stat()
     with open(extent.file, "r+b") as file:
         file.seek(extent.offset + at * len(data))
         good = file.read(len(data))
         file.seek(extent.offset + at * len(data))
         file.write(data)
         file.flush()
+        os.utime(extent.file, ns=(when.st_atime_ns, when.st_mtime_ns))  # decayed, not written to
         try:
             yield
         finally:
             file.seek(extent.offset + at * len(data))
             file.write(good)
+            file.flush()
+            os.utime(extent.file, ns=(when.st_atime_ns, when.st_mtime_ns))
 
 
 def coded(value, dtype):

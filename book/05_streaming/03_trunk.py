@@ -1338,6 +1338,10 @@ def _pack_file(checkpoint, names, path, progress):
                 raise CheckpointError(f"{packed}: {name if good else 'header or size'} is not as in {checkpoint.path}: another "
                                       "checkpoint's, or damaged; remove the file to have it written again")
             progress(extent.nbytes)
+    except BaseException:
+        if not there and os.path.exists(part):  # half a file is of no use to the next run
+            os.unlink(part)
+        raise
     finally:
         files.close()
     if not there:

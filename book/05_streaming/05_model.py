@@ -34,16 +34,24 @@ EXPECTED = load_file(FOLDER.parent / "expected.safetensors")
 config, checkpoint = read_config(FOLDER), Checkpoint(FOLDER)
 
 # %% tags=["export"]
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import threading
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 
-from k3lib.checkpoint import CheckpointError
+from k3lib.checkpoint import CheckpointError, header_bytes, open_shard, read_exactly
 from k3lib.kda import KDA_ORDER, kda_layer, kda_state
 from k3lib.linear import NotFinite, bf16_to_float32, check_product, linear, rms_norm
 from k3lib.mla import MLA_ORDER, mla_layer
 from k3lib.moe import DENSE_ORDER, MOE_ORDER, Expert, dense_mlp, moe_layer
 from k3lib.residual import mix
+from k3lib.trunk import _sync
 
 EMBED, HEAD = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
 FINAL = tuple(f"language_model.model.{n}.weight" for n in ("output_attn_res_norm", "output_attn_res_proj", "norm"))
@@ -317,6 +325,50 @@ def not_finite_in(files, extent, name, begin, end):
     return f"{extent.file}: {name}, {place}: {found}, expected a finite number: damaged"
 
 # %% [markdown]
+# A state is also saved: half a gigabyte for K3, and computing it again takes as long as it took. It is written under another name first, so
+# that a full disk or a cut wire leaves the old file or none; and it says of which model it is. The layout follows from the model and the position, so a
+# file is read by comparing it with the only header it can have. It is a safetensors file, whose library would want all of it in memory twice: hence a
+# stream. The last 512 bytes are the description, a tensor like the others, because the checksum is known last.
+
+# %% tags=["export"]
+class StateError(CheckpointError):
+    "A saved state that is damaged, or of another model or version."
+
+
+STATE_VERSION, ABOUT = 1, 512  # bytes of the description
+PIECE = 1 << 20  # bytes read at a time
+
+
+@contextlib.contextmanager
+def whole_file(path):
+    "A binary file that gets its name when it is complete and on the disk; if anything fails before that, nothing of it stays."
+    path = Path(path)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(part, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+        _sync(path.parent)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def about_bytes(about):
+    "The description of a state as its last bytes: JSON, padded."
+    return json.dumps(about).encode().ljust(ABOUT)
+
+
+def file_pieces(file, begin, end, where):
+    "Bytes begin..end of an open file, a piece at a time."
+    for at in range(begin, end, PIECE):
+        piece = bytearray(min(PIECE, end - at))
+        read_exactly(file, piece, at, where)
+        yield piece
+
+
+# %% [markdown]
 # The class below owns what a sequence carries: per KDA layer a state and three inputs of history, per MLA layer the latent
 # cache, and one number, the position. `sources` holds the finished blocks and, at index `n`, the running sum; a block boundary
 # is `n += 1`, so the snapshot and the fresh sum are two rows of one array and nothing is copied.
@@ -326,7 +378,8 @@ class Model:
     """The decoder: walks all layers once a pass, for one token or a chunk, and carries the sequence's state.
 
     Made by k3lib.load. `trunk`, `experts`: where weights come from; `context`: positions there is room for; `chunk`: the
-    most tokens a pass takes. Not safe for two threads at once.
+    most tokens a pass takes. One call at a time, in the process that made it: a second thread and a forked child are refused
+    with a RuntimeError. So is, until reset() or load_state(), what would go on after a pass that was broken off.
     """
 
     def __init__(self, config, trunk, experts, context, chunk):
@@ -338,16 +391,33 @@ class Model:
             if isinstance(value, np.ndarray) and not np.isfinite(value[:used]).all():
                 extent = trunk.extents[name]
                 raise CheckpointError(not_finite_in(trunk.files, extent, name, 0, extent.shape[0]))
+        self.turn = 0  # grows with whatever moves the sequence
+        self._process, self._call, self._identity = os.getpid(), threading.Lock(), None
         self.reset()
+
+    @contextlib.contextmanager
+    def _alone(self):
+        "A call that moves or reads the sequence. Raises RuntimeError in a forked process and while another call is under way."
+        if os.getpid() != self._process:
+            raise RuntimeError(f"this model belongs to process {self._process}, whose readers this one, forked from it, has not: load one here")
+        if not self._call.acquire(blocking=False):
+            raise RuntimeError("another call of this model is under way: one at a time, so load a model for each thread")
+        try:
+            self.turn += 1
+            yield
+        finally:
+            self._call.release()
 
     def reset(self):
         "Forget the sequence: zero KDA state, empty latent cache, position 0."
         c = self.config
-        self.position = 0
-        width = c.kv_lora_rank + c.qk_rope_head_dim
-        self.state = None  # gone before the new one comes: there is room for one
-        self.state = [kda_state(c.kda_num_heads, c.kda_head_dim, c.kda_conv_kernel) if c.layer_kind(L) == "kda"
-                      else np.zeros((self.context, width), np.float32) for L in range(c.num_hidden_layers)]
+        with self._alone():
+            self.position, self._whole = 0, False
+            width = c.kv_lora_rank + c.qk_rope_head_dim
+            self.state = None  # gone before the new one comes: there is room for one
+            self.state = [kda_state(c.kda_num_heads, c.kda_head_dim, c.kda_conv_kernel) if c.layer_kind(L) == "kda"
+                          else np.zeros((self.context, width), np.float32) for L in range(c.num_hidden_layers)]
+            self._whole = True
 
     def prefill(self, ids):
         "Read `ids` (1 or more) after what came before; logits float32 [vocab] of the last. Raises UsageError on a bad id."
@@ -363,20 +433,28 @@ class Model:
         `watch(name, layer, array)` is shown "hidden" (the running sum, [T, H]) and "router" (ids and weights, [T, k]) of
         every layer, then "blocks", "mix" and "norm"; a chunk at a time.
         """
-        ids = self._checked(ids)
-        rows = []
-        for first in range(0, len(ids), self.chunk):
-            part = ids[first:first + self.chunk]
-            final = first + len(part) == len(ids)
-            try:
-                x = self._layers(part, watch or (lambda *_: None))
-                rows.append(self._head(x[-1:] if last_only else x, wanted=final or not last_only))
-            except NotFinite as error:
-                raise CheckpointError(self._cause(error)) from None
-            self.position += len(part)
-        return rows[-1] if last_only else np.concatenate(rows)
+        with self._alone():
+            ids = self._checked(ids)
+            rows = []
+            for first in range(0, len(ids), self.chunk):
+                part = ids[first:first + self.chunk]
+                final = first + len(part) == len(ids)
+                self._whole = False
+                try:
+                    x = self._layers(part, watch or (lambda *_: None))
+                    rows.append(self._head(x[-1:] if last_only else x, wanted=final or not last_only))
+                except NotFinite as error:
+                    raise CheckpointError(self._cause(error)) from None
+                self.position += len(part)
+                self._whole = True
+            return rows[-1] if last_only else np.concatenate(rows)
+
+    def _check_whole(self):
+        if not self._whole:
+            raise RuntimeError("a pass was broken off, so some layers have read a token that others have not: reset() or load_state() first")
 
     def _checked(self, ids):
+        self._check_whole()
         ids = list(ids) if isinstance(ids, Iterable) and not isinstance(ids, (str, bytes)) else [ids]
         if not ids:
             raise UsageError("the prompt is empty: at least one token id is needed")
@@ -469,8 +547,105 @@ class Model:
         for _ in head.blocks():
             pass
 
+    def identity(self):
+        """What a state belongs to, in hex: sha256 of the config, and of all vectors and the first row of every matrix of the walk.
+
+        The same at any budget and for a packed trunk. It does not see other rows, the embedding and the experts: `k3 verify` does.
+        """
+        if self._identity is None:
+            config = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in dataclasses.asdict(self.config).items()}
+            digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+            for name, extent in self.trunk.extents.items():
+                value = self.trunk.resident.get(name)
+                first_row = value if isinstance(value, np.ndarray) else self.trunk.files.array(extent, "other", 0, 1)
+                digest.update(f"{name} {extent.dtype} {extent.shape}\n".encode())
+                digest.update(np.ascontiguousarray(first_row))
+            self._identity = digest.hexdigest()
+        return self._identity
+
+    def _saved(self, position):
+        "[(name, array)] of what a sequence of `position` tokens carries: the arrays of the state, of a latent cache the rows in use."
+        saved = []
+        for L, state in enumerate(self.state):
+            parts = {"latent": state[:position]} if isinstance(state, np.ndarray) else state._asdict()
+            saved += [(f"layers.{L}.{part}", array) for part, array in parts.items()]
+        return saved
+
+    def _state_header(self, saved):
+        return header_bytes([*((name, "F32", array.shape) for name, array in saved), ("about", "U8", (ABOUT,))])
+
+    def _about(self, position, sha256=""):
+        return {"format": "k3lib state", "version": STATE_VERSION, "model": self.identity(), "position": position, "sha256": sha256}
+
+    def save_state(self, file):
+        "Write what this sequence carries to `file`, whole or not at all: a safetensors file. Raises OSError."
+        with self._alone():
+            self._check_whole()
+            saved = self._saved(self.position)
+            digest = hashlib.sha256(about_bytes(self._about(self.position)))
+            with whole_file(file) as out:
+                for data in (self._state_header(saved), *(array.reshape(-1) for _, array in saved)):
+                    digest.update(data)
+                    out.write(data)
+                out.write(about_bytes(self._about(self.position, digest.hexdigest())))
+
+    def load_state(self, file):
+        """Go on with the sequence that save_state has written to `file`, at whatever budget, number of threads and context it was.
+
+        Raises FileNotFoundError, StateError for a file that is damaged or of another model or version, UsageError if the context is too
+        small; the model has not changed then. A file that changes or fails during the second reading leaves a model to be reset.
+        """
+        path = Path(file)
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}, expected a saved state")
+        with self._alone(), open_shard(path) as source:
+            try:
+                position = self._check_state(source, path)
+                saved = self._saved(position)
+                at = len(self._state_header(saved))
+                self._whole = False
+                for _, array in saved:
+                    read_exactly(source, array.reshape(-1).view(np.uint8), at, path)
+                    at += array.nbytes
+                self._check_state(source, path)
+            except CheckpointError as error:
+                raise StateError(str(error)) from None
+            self.position, self._whole = position, True
+
+    def _check_state(self, source, path):
+        "The position of the state in the open file `source`. Raises StateError and UsageError."
+        size = os.fstat(source.fileno()).st_size
+        last = b"".join(file_pieces(source, max(0, size - ABOUT), size, path))
+        try:
+            about = json.loads(last)
+            position, sha256 = about["position"], about["sha256"]
+            wrong = not (about["format"] == "k3lib state" and type(position) is int and 0 <= position < 1 << 40)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            wrong = True
+        if wrong:
+            raise StateError(f"{path}: the last {ABOUT} of {size:,} bytes are not the description of a saved state: truncated, damaged, or something else")
+        if about["version"] != STATE_VERSION:
+            raise StateError(f"{path}: a state of version {about['version']!r:.40}, expected {STATE_VERSION}")
+        if about["model"] != self.identity():
+            raise StateError(f"{path}: the state of another model, {about['model']!r:.20}, expected {self.identity():.16}")
+        if position > self.context:
+            raise UsageError(f"{path}: a state of {position} positions does not fit the context of {self.context} this model was loaded for")
+        saved = self._saved(position)
+        head = self._state_header(saved)
+        expected = len(head) + sum(array.nbytes for _, array in saved) + ABOUT
+        if size != expected:
+            raise StateError(f"{path}: {size:,} bytes, expected {expected:,} for {position} positions")
+        digest = hashlib.sha256(about_bytes(self._about(position)))
+        for piece in file_pieces(source, 0, size - ABOUT, path):
+            digest.update(piece)
+        if last != about_bytes(self._about(position, digest.hexdigest())):
+            raise StateError(f"{path}: sha256 {digest.hexdigest():.16}..., expected {sha256!r:.16}...: damaged")
+        return position
+
     def close(self):
-        "End the readers and close the shards."
+        "End the readers and close the shards. A forked process has nothing to close."
+        if os.getpid() != self._process:
+            return
         self.experts.close()
         self.trunk.close()
         self.trunk.files.close()

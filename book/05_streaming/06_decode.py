@@ -42,6 +42,7 @@ ORACLE = ROOT / "fixtures" / "oracle13"
 EXPECTED = json.loads((ORACLE / "expected.json").read_text())
 
 # %% tags=["export"]
+import contextlib
 import ctypes
 import dataclasses
 import json
@@ -485,7 +486,6 @@ class Decoder(Model):
         """
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 30)
         self.reset()
-        mine = self.state
         fed = list(ids)
         for _ in range(max_new_tokens):
             began, before = time.perf_counter(), dict(self.trunk.files.bytes_read)
@@ -496,11 +496,11 @@ class Decoder(Model):
             self._report.ids.append(token)
             if on_logits is not None:
                 on_logits(logits)
-            read = self.position
+            mine = self.turn
             yield token
             if token in self.stop:
                 return
-            if self.state is not mine or self.position != read:
+            if self.turn != mine:
                 raise RuntimeError("the model has begun or read another sequence since: one sequence at a time")
             fed = [token]
 
@@ -579,6 +579,22 @@ def return_freed_memory():
         pass
 
 
+_parents = []  # the process this one was forked from, if threads were lost by that
+
+
+def _after_fork():
+    try:
+        layer = numba.threading_layer()
+    except ValueError:  # no kernel has run
+        return
+    if layer == "omp":  # which ends a process that goes on after that; the other layers begin anew
+        _parents.append(os.getppid())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=None, on_plan=None, progress=None):
     """A Decoder for the checkpoint in folder `path`, holding at most `ram` bytes of memory ("8GB", "1GiB", an int).
 
@@ -587,6 +603,8 @@ def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=
     prefill chunk need not be larger. `on_plan` is shown the Plan before anything large is allocated, `progress` the bytes
     of each tensor pinned. Raises ConfigError, CheckpointError, TokenizerError, UsageError and FileNotFoundError.
     """
+    if _parents:
+        raise RuntimeError(f"process {os.getpid()} was forked from {_parents[0]} after its OpenMP threads had started; they are not here: start it by spawn")
     return_freed_memory()
     budget = parse_size(ram)
     threads = CORES if threads is None else whole_number("threads", threads, 1, CORES)
@@ -600,15 +618,21 @@ def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=
     plan = make_plan(config, checkpoint, budget, context, prompt_tokens, threads)
     if on_plan is not None:
         on_plan(plan)
-    files, read_before = Files(), read_call_bytes()
-    weights = Trunk(source, walk, plan.pinned, row_multiples(config), files, part_of,
-                    plan.slots, plan.slot_bytes, max(READERS, threads), progress, AHEAD)
-    experts = Experts(lambda L, e: list(checkpoint.expert(L, e).values()), files, plan.expert_slots,
-                      plan.expert_slot_bytes, max(EXPERT_READERS, threads),
-                      range(config.first_k_dense_replace, config.num_hidden_layers))
-    report = Report(str(path), is_synthetic(path), threads, plan, None if trunk is None else str(trunk))
-    stop = frozenset(config.eos_token_ids) | frozenset(tokenizer.stop_ids if tokenizer else ())
-    return Decoder(config, weights, experts, plan, report, stop, tokenizer, read_before)
+    with contextlib.ExitStack() as undo:  # whatever ends this half-way, Ctrl-C among them, ends the readers
+        files, read_before = Files(), read_call_bytes()
+        undo.callback(files.close)
+        weights = Trunk(source, walk, plan.pinned, row_multiples(config), files, part_of,
+                        plan.slots, plan.slot_bytes, max(READERS, threads), progress, AHEAD)
+        undo.callback(weights.close)
+        experts = Experts(lambda L, e: list(checkpoint.expert(L, e).values()), files, plan.expert_slots,
+                          plan.expert_slot_bytes, max(EXPERT_READERS, threads),
+                          range(config.first_k_dense_replace, config.num_hidden_layers))
+        undo.callback(experts.close)
+        report = Report(str(path), is_synthetic(path), threads, plan, None if trunk is None else str(trunk))
+        stop = frozenset(config.eos_token_ids) | frozenset(tokenizer.stop_ids if tokenizer else ())
+        model = Decoder(config, weights, experts, plan, report, stop, tokenizer, read_before)
+        undo.pop_all()
+        return model
 
 
 # %% [markdown]
@@ -627,8 +651,12 @@ def pack_trunk(path, folder):
         raise UsageError(f"{folder}: lies in the model's own folder, which is never written to")
     check_tensors(config, checkpoint)
     walk, there, began = list(walk_order(config)), set(folder.glob("*.safetensors")), time.perf_counter()
-    with progress_bar(sum(checkpoint.extent(name).nbytes for name in walk), "B", desc="packing", unit_scale=True) as bar:
-        pack(checkpoint, walk, folder, bar.update)
+    try:
+        with progress_bar(sum(checkpoint.extent(name).nbytes for name in walk), "B", desc="packing", unit_scale=True) as bar:
+            pack(checkpoint, walk, folder, bar.update)
+    except KeyboardInterrupt as stop:
+        stop.done = f"with {len(list(folder.glob('*.safetensors')))} files in {folder}: the same command goes on from there"
+        raise
     files = [file.stat() for file in folder.glob("*.safetensors")]
     size, on_disk = sum(file.st_size for file in files), 512 * sum(file.st_blocks for file in files)
     return (f"{folder}: {len(files)} files of {shown_size(size)}, {shown_size(on_disk)} on disk; {len(files) - len(there)} written "
@@ -717,6 +745,10 @@ def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", trunk=None,
             show(f"generated text: {''.join(pieces) + stream.finish()!r}")
         show(model.report.text())
         return model.report
+    except KeyboardInterrupt as stop:
+        ids = model.report.ids
+        stop.done = f"after {len(ids)} of {max_new_tokens} tokens" + f": {','.join(map(str, ids))}" * bool(ids)
+        raise
     finally:
         bar.close()
         model.close()

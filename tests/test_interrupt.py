@@ -1,0 +1,188 @@
+"Ctrl-C, SIGTERM, fork and company: real processes and real signals, at moments drawn from a seed. Nothing hangs, nothing half-written stays."
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODEL = ROOT / "fixtures" / "oracle13" / "model"
+EXPECTED = json.loads((ROOT / "fixtures" / "oracle13" / "expected.json").read_text())
+PROMPT = ",".join(map(str, EXPECTED["prompt_ids"]))
+SOON = 2.0  # seconds from signal to end
+posix = pytest.mark.skipif(os.name != "posix", reason="signals and process groups are POSIX")
+
+
+def start(*command, script=None):
+    words = [sys.executable, *(("-c", script) if script else ("-m", "k3lib")), *map(str, command)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT)
+
+
+def stopped(run, number):
+    "Send the signal; the process ends soon, with its group, by the right code and, if k3 was listening yet, one line. Returns that."
+    running = run.poll() is None
+    began = time.monotonic()
+    run.send_signal(number)
+    output, error = run.communicate(timeout=60)
+    took = time.monotonic() - began
+    assert took < SOON, f"{took:.1f} s after signal {number}"
+    with pytest.raises(ProcessLookupError):
+        os.killpg(run.pid, 0)
+    assert run.returncode in ((128 + number, -number) if running else (0, 128 + number, -number)), (run.returncode, error)
+    if run.returncode == 128 + number:
+        assert "Traceback" not in error and "generated ids" not in output, error
+    return error
+
+
+@posix
+def test_any_moment_of_a_decode(tmp_path):
+    "The moments lie in starting, importing, loading, prefill and steps: a start takes a second or some."
+    rng = np.random.default_rng(5)
+    for number, moment in zip([signal.SIGINT, signal.SIGTERM] * 3, np.sort(rng.uniform(0.05, 2.5, 6))):
+        run = start("decode", MODEL, "--ids", PROMPT, "--max-new-tokens", 5000, "--json", tmp_path / "r.json", "--logits", tmp_path / "l.npy")
+        time.sleep(moment)
+        error = stopped(run, number)
+        if run.returncode > 0:
+            assert error.startswith(f"k3 decode: {'interrupted' if number == signal.SIGINT else 'terminated'}"), error
+    assert not list(tmp_path.iterdir())
+
+
+@posix
+@pytest.mark.parametrize("number, word", [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+def test_the_tokens_so_far_are_named(number, word):
+    run = start("decode", MODEL, "--ids", PROMPT, "--max-new-tokens", 5000)
+    while not run.stdout.readline().startswith("   3: id "):
+        assert run.poll() is None, run.stderr.read()
+    error = stopped(run, number)
+    assert run.returncode == 128 + number and error.count("\n") == 1
+    assert error.startswith(f"k3 decode: {word} after ") and " of 5000 tokens: 468,342,411" in error, error
+
+
+@posix
+def test_pack_and_synth(tmp_path):
+    for command in (["pack", MODEL, tmp_path / "t"], ["synth", tmp_path / "m", "--preset", "slice"]):
+        run, part = start(*command), []
+        while run.poll() is None and not part:
+            part = [*tmp_path.glob("t/*.part"), *tmp_path.glob(".m.*.part")]
+        error = stopped(run, signal.SIGTERM)
+        assert not list(tmp_path.rglob("*.part")) and not list(tmp_path.rglob(".m*")), error
+        assert run.returncode == 0 or not (tmp_path / "m").exists()
+    done = subprocess.run([sys.executable, "-m", "k3lib", "pack", MODEL, tmp_path / "t"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+LONG = """
+import hashlib, sys
+from k3lib import cli
+def compiled(args):
+    print("now", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+cli._plan = compiled
+sys.exit(cli.main(["plan", "nowhere"]))
+"""
+
+
+@posix
+def test_code_that_never_comes_back_to_python_is_ended():
+    run = start(script=LONG)
+    assert run.stdout.readline() == "now\n"
+    error = stopped(run, signal.SIGTERM)
+    assert run.returncode == 143 and error == "k3 plan: terminated in the middle of a read or a product that did not end\n", error
+
+
+# Two at once
+
+
+def test_two_decodes_of_one_checkpoint():
+    runs = [start("decode", MODEL, "--ids", PROMPT, "--max-new-tokens", 8) for _ in range(2)]
+    for run in runs:
+        output, error = run.communicate(timeout=120)
+        assert run.returncode == 0, error
+        assert "generated ids: " + ",".join(map(str, EXPECTED["generated_ids"][:8])) + "\n" in output
+
+
+FORKS = """
+import multiprocessing, os, sys
+import k3lib
+from k3lib import decode
+
+def run():
+    model = k3lib.load(sys.argv[1], "1GB", context=8)
+    try:
+        return list(model.generate([304, 206], 3))
+    finally:
+        model.close()
+
+def in_fork(call):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            text = repr(call())
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writer, text.encode())
+        os._exit(0)
+    os.close(writer)
+    status = os.waitpid(child, 0)[1]
+    return os.read(reader, 1000).decode(), status
+
+def spawned(queue):
+    queue.put(run())
+
+if __name__ == "__main__":
+    print(in_fork(run))
+    alone = run()
+    model = k3lib.load(sys.argv[1], "1GB", context=8)
+    model.step(1)
+    print(in_fork(lambda: model.step(1)))
+    print(in_fork(model.close))
+    print(in_fork(run))
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    child = context.Process(target=spawned, args=(queue,))
+    child.start()
+    print(queue.get(), child.join())
+    print(alone, run())
+    model.close()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_fork_and_spawn(tmp_path):
+    (tmp_path / "forks.py").write_text(FORKS)
+    run = subprocess.run([sys.executable, tmp_path / "forks.py", MODEL], capture_output=True, text=True, timeout=120,
+                         env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert run.returncode == 0, run.stderr
+    early, theirs, closed, late, spawned, alone = run.stdout.splitlines()
+    ids = alone.split("] ")[0] + "]"
+    assert early == str((ids, 0)) and alone == f"{ids} {ids}" and spawned == f"{ids} None"
+    assert "RuntimeError: this model belongs to process" in theirs and closed == str(("None", 0))
+    assert late == str((ids, 0)) or "by spawn" in late  # OpenMP's threads do not survive a fork, those of other layers begin anew
+
+
+def test_a_notebook_kernel_restarted_in_the_middle_leaves_no_process(tmp_path):
+    from jupyter_client.manager import start_new_kernel
+    manager, client = start_new_kernel(kernel_name="python3", cwd=str(ROOT))
+    try:
+        client.execute(f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-m', 'k3lib', 'decode', {str(MODEL)!r}, '--ids', '1,2', "
+                       f"'--max-new-tokens', '5000'], stdout=subprocess.PIPE); open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid)); "
+                       f"import k3lib; m = k3lib.load({str(MODEL)!r}, '1GB', context=5000); [m.step(1) for _ in range(4000)]")
+        end = time.monotonic() + 60
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        child = int((tmp_path / "pid").read_text())
+        time.sleep(2)
+        manager.restart_kernel(now=True)
+        while Path(f"/proc/{child}").exists() and Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            assert time.monotonic() < end, "the decode of the old kernel goes on"
+            time.sleep(0.05)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)

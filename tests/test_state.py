@@ -1,0 +1,274 @@
+"Saved states: the same bytes after a resumption as without one, or one clear refusal that changes nothing."
+import errno
+import json
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from small import write
+
+import k3lib
+from k3lib import decode
+from k3lib import model as model_module
+from k3lib.checkpoint import CheckpointError
+from k3lib.model import ABOUT, StateError, UsageError
+
+MODEL = Path(__file__).parents[1] / "fixtures" / "oracle13" / "model"
+IDS, MORE = [304, 206, 32, 407, 493], [375, 224, 286]
+
+
+def after(model):
+    return b"".join(model.step(i).tobytes() for i in MORE)
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = k3lib.load(MODEL, "1GB", context=32)
+    yield model
+    model.close()
+
+
+@pytest.fixture(scope="module")
+def saved(model, tmp_path_factory):
+    "A state after IDS, and the bytes of the logits that follow."
+    model.reset()
+    model.prefill(IDS)
+    file = tmp_path_factory.mktemp("state") / "s.state"
+    model.save_state(file)
+    assert [p.name for p in file.parent.iterdir()] == ["s.state"]
+    return file, after(model)
+
+
+def least():
+    with pytest.raises(decode.PlanError) as refused:
+        k3lib.load(MODEL, 1, context=8)
+    return refused.value.least
+
+
+def test_a_resumed_run_at_another_budget_context_and_number_of_threads(model, saved, tmp_path):
+    decode.pack_trunk(MODEL, tmp_path / "trunk")
+    for how in ({"ram": least() + 1_000_000, "context": 8, "threads": 1}, {"ram": "1GB", "context": 64, "trunk": tmp_path / "trunk"}):
+        other = k3lib.load(MODEL, **how)
+        other.prefill([1, 2, 3])
+        other.load_state(saved[0])
+        assert other.position == len(IDS) and after(other) == saved[1], how
+        other.close()
+    model.reset()
+    model.load_state(saved[0])
+    assert after(model) == saved[1]
+    model.load_state(saved[0])  # back to the same place
+    assert after(model) == saved[1]
+
+
+def test_the_same_state_is_the_same_file_and_any_reader_of_safetensors_reads_it(model, saved, tmp_path):
+    model.load_state(saved[0])
+    model.save_state(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == saved[0].read_bytes()
+    with safe_open(saved[0], "numpy") as file:
+        about = json.loads(file.get_tensor("about").tobytes())
+        assert about["position"] == 5 and about["version"] == 1
+        assert np.array_equal(file.get_tensor("layers.3.latent"), model.state[3][:5]) and np.array_equal(file.get_tensor("layers.0.S"), model.state[0].S)
+
+
+def test_the_state_before_the_first_token(model, tmp_path):
+    model.reset()
+    model.save_state(tmp_path / "empty")
+    first = model.prefill(IDS).tobytes()
+    model.load_state(tmp_path / "empty")
+    assert model.position == 0 and model.prefill(IDS).tobytes() == first
+
+
+def unchanged(model, saved, file, kind, match):
+    "Loading `file` is refused with one line of this kind, and the model goes on as if it had not been tried."
+    model.load_state(saved[0])
+    with pytest.raises(kind, match=match) as refused:
+        model.load_state(file)
+    assert str(file) in str(refused.value) and "\n" not in str(refused.value)
+    assert model.position == len(IDS) and after(model) == saved[1]
+
+
+def test_what_is_no_state_of_this_model_is_refused(model, saved, tmp_path):
+    good, bad = saved[0].read_bytes(), tmp_path / "bad"
+    unchanged(model, saved, tmp_path / "nowhere", FileNotFoundError, "no such file")
+    unchanged(model, saved, tmp_path, FileNotFoundError, "is a folder")
+    rng = np.random.default_rng(0)
+    header = int.from_bytes(good[:8], "little")
+    for at in (0, 9, 8 + header, len(good) - ABOUT - 1, len(good) - 1, *rng.integers(0, len(good), 12).tolist()):
+        bad.write_bytes(good[:at] + bytes([good[at] ^ 1 << rng.integers(8)]) + good[at + 1:])
+        unchanged(model, saved, bad, StateError, "state|sha256|bytes")
+    for n in (0, 1, ABOUT, 8 + header, len(good) // 2, len(good) - 1):
+        bad.write_bytes(good[:n])
+        unchanged(model, saved, bad, StateError, "truncated")
+    for text in (b"[" * ABOUT, b"[]".ljust(ABOUT), b'{"format": "k3lib state", "position": -1, "sha256": ""}'.ljust(ABOUT)):
+        bad.write_bytes(good[:-ABOUT] + text)
+        unchanged(model, saved, bad, StateError, "not the description")
+    bad.write_bytes(good.replace(b'"version": 1', b'"version": 2'))
+    unchanged(model, saved, bad, StateError, "version 2, expected 1")
+    bad.write_bytes(good.replace(b'"position": 5', b'"position": 4'))
+    unchanged(model, saved, bad, StateError, "expected [0-9,]+ for 4 positions")
+    bad.write_bytes(good[:-ABOUT] + good[-ABOUT:].replace(b'"position": 5', b'"position": 109951162777').rstrip().ljust(ABOUT))
+    unchanged(model, saved, bad, UsageError, "context of 32")
+    bad.write_bytes(good + b"\0")
+    unchanged(model, saved, bad, StateError, "not the description")
+
+
+def test_the_state_of_another_model_of_the_same_shape(model, saved, tmp_path):
+    other = k3lib.load(write(tmp_path / "other"), "1GB", context=32)
+    other.save_state(tmp_path / "theirs")
+    other.close()
+    assert (tmp_path / "theirs").stat().st_size < saved[0].stat().st_size
+    unchanged(model, saved, tmp_path / "theirs", StateError, "another model")
+
+
+def test_a_small_context_refuses_a_long_state(saved):
+    other = k3lib.load(MODEL, "1GB", context=4)
+    before = other.prefill([7]).tobytes()
+    with pytest.raises(UsageError, match="5 positions .* context of 4"):
+        other.load_state(saved[0])
+    other.reset()
+    assert other.prefill([7]).tobytes() == before
+    other.close()
+
+
+@pytest.mark.parametrize("when", ["write", "fsync"])
+def test_a_full_disk_leaves_the_old_file(model, saved, tmp_path, monkeypatch, when):
+    file = tmp_path / "s"
+    model.load_state(saved[0])
+    model.save_state(file)
+    old = file.read_bytes()
+    model.step(1)
+    model.load_state(saved[0])
+
+    class Full:
+        def __init__(self, file):
+            self.file, self.flush, self.fileno, self.__dict__["left"] = file, file.flush, file.fileno, 3
+
+        def write(self, data):
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.file.write(data)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+    def no_space(fd):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if when == "write":
+        monkeypatch.setattr(model_module, "open", lambda *args: Full(open(*args)), raising=False)
+    else:
+        monkeypatch.setattr(model_module.os, "fsync", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        model.save_state(file)
+    assert file.read_bytes() == old and [p.name for p in tmp_path.iterdir()] == ["s"]
+    assert after(model) == saved[1]
+
+
+def test_a_file_that_changes_while_it_is_read_leaves_no_half_state(model, saved, tmp_path, monkeypatch):
+    changing = tmp_path / "s"
+    changing.write_bytes(saved[0].read_bytes())
+    model.load_state(saved[0])
+    check, times = model_module.Model._check_state, []
+
+    def and_then_change(self, source, path):
+        position = check(self, source, path)
+        if not times:
+            times.append(1)
+            with open(path, "r+b") as file:
+                file.seek(path.stat().st_size // 2)
+                file.write(b"\xff\xff")
+        return position
+
+    monkeypatch.setattr(model_module.Model, "_check_state", and_then_change)
+    with pytest.raises(StateError, match="sha256"):
+        model.load_state(changing)
+    with pytest.raises(RuntimeError, match="reset"):
+        model.step(1)
+    monkeypatch.undo()
+    model.load_state(saved[0])
+    assert after(model) == saved[1]
+
+
+# One sequence at a time
+
+
+def test_a_pass_that_was_broken_off_is_not_gone_on_from(model, saved):
+    def stop(L):
+        if L == 6:
+            raise KeyboardInterrupt
+    model.reset()
+    model.on_layer = stop
+    with pytest.raises(KeyboardInterrupt):
+        model.prefill(IDS)
+    model.on_layer = lambda L: None
+    for go_on in (lambda: model.step(1), lambda: model.save_state("nowhere")):
+        with pytest.raises(RuntimeError, match="broken off"):
+            go_on()
+    model.load_state(saved[0])
+    assert after(model) == saved[1]
+
+
+def test_a_generator_that_was_suspended_does_not_go_on_with_what_came_between(model, saved):
+    for between in (model.reset, lambda: model.load_state(saved[0]), lambda: model.step(1)):
+        generated = model.generate(IDS, 4)
+        next(generated)
+        between()
+        with pytest.raises(RuntimeError, match="another sequence"):
+            next(generated)
+
+
+def test_a_second_thread_is_refused_and_the_first_goes_on(model):
+    model.reset()
+    alone = model.prefill(IDS).tobytes()
+    inside, go_on, found = threading.Event(), threading.Event(), []
+
+    def hold(L):
+        inside.set()
+        go_on.wait(60)
+
+    model.reset()
+    model.on_layer = hold
+    first = threading.Thread(target=lambda: found.append(model.prefill(IDS).tobytes()))
+    first.start()
+    assert inside.wait(60)
+    try:
+        for call in (lambda: model.step(1), model.reset, lambda: model.save_state("nowhere"), lambda: list(model.generate([1], 1))):
+            with pytest.raises(RuntimeError, match="another call"):
+                call()
+    finally:
+        go_on.set()
+        first.join()
+        model.on_layer = lambda L: None
+    assert found == [alone] and not Path("nowhere").exists()
+
+
+def test_two_models_in_two_threads_share_nothing(saved):
+    found = {}
+
+    def run(name, ids):
+        model = k3lib.load(MODEL, "1GB", context=32)
+        found[name] = list(model.generate(ids, 12))
+        model.close()
+
+    run("a alone", IDS), run("b alone", MORE)
+    threads = [threading.Thread(target=run, args=args) for args in (("a", IDS), ("b", MORE))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found["a"] == found["a alone"] and found["b"] == found["b alone"]
+
+
+def test_a_damaged_vector_ends_the_readers_too(tmp_path, monkeypatch):
+    before = threading.active_count()
+    monkeypatch.setattr(model_module, "kda_state", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        k3lib.load(MODEL, least() + 1_000_000, context=8)
+    assert threading.active_count() == before
