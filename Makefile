@@ -5,7 +5,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: decode test check export book scale matrix bench clean
+.PHONY: decode test check export book scale matrix bench faults clean
 
 decode: .venv/ready
 	mkdir -p out
@@ -40,6 +40,9 @@ matrix: .venv/ready
 
 bench: .venv/ready
 	$(PY) tests/bench.py
+
+faults: .venv/ready
+	$(PY) tests/faults.py
 
 clean:
 	rm -rf .venv out k3lib/__pycache__ *.egg-info

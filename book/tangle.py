@@ -25,7 +25,7 @@ PACKAGE = BOOK.parent / "k3lib"
 # The arrows: what each module may import, in the order modules are made. Whatever an import may reach, its own imports may reach too.
 MAY_IMPORT = {
     "checkpoint": "", "mxfp4": "checkpoint", "linear": "mxfp4", "kda": "linear", "mla": "mxfp4 linear",
-    "residual": "linear", "router": "linear", "moe": "mxfp4 router linear", "config": "", "tokenizer": "",
+    "residual": "linear", "router": "linear", "moe": "mxfp4 router linear", "config": "checkpoint", "tokenizer": "checkpoint",
     "synth": "checkpoint config", "verify": "checkpoint",
     "trunk": "checkpoint linear", "experts": "linear mxfp4 moe trunk",
     "model": "checkpoint linear kda mla residual router moe config trunk experts",

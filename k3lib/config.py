@@ -2,11 +2,14 @@
 
 Made from book/05_streaming/01_config.py: edit that, then run `make export`.
 """
+# built on checkpoint 4942423f872c
 
 import json
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from k3lib.checkpoint import json_object, small_file
 
 
 class ConfigError(ValueError):
@@ -19,33 +22,12 @@ def shown(value):
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-MAX_CONFIG_BYTES = 16_000_000
+MAX_CONFIG_BYTES = 4_000_000
 
 
 def load_json(path):
-    "The JSON object in file `path` as a dict. Refuses duplicate keys and files above 16 MB."
-
-    def unique(pairs):
-        tree = {}
-        for key, value in pairs:
-            if key in tree:
-                raise ConfigError(f"{path}: the key {shown(key)} is given twice in one object")
-            tree[key] = value
-        return tree
-
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file")
-    if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise ConfigError(f"{path}: {path.stat().st_size:,} bytes, more than the {MAX_CONFIG_BYTES:,} a config may have")
-    try:
-        tree = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=unique)
-    except ConfigError:
-        raise
-    except (ValueError, RecursionError) as e:
-        raise ConfigError(f"{path}: not JSON ({e})") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: holds a JSON {type(tree).__name__}, expected an object")
-    return tree
+    "The JSON object in file `path` as a dict. ConfigError for what is above 4 MB, nests deep or has a key twice."
+    return json_object(small_file(path, MAX_CONFIG_BYTES, ConfigError), path, ConfigError)
 
 
 @dataclass

@@ -2,12 +2,12 @@
 
 Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
-# built on checkpoint ec49a8dade2f
-# built on config e9f076b66d65
-# built on experts 6ba177265d9f
-# built on model 2223be9c44c3
-# built on tokenizer 2e9895b018e7
-# built on trunk 234b474211d4
+# built on checkpoint 4942423f872c
+# built on config 504f259d5a24
+# built on experts 84b7e75e6d22
+# built on model bf2c83e62203
+# built on tokenizer 94101d4aa271
+# built on trunk 86ee254cc49a
 
 import contextlib
 import ctypes
@@ -406,10 +406,16 @@ class Decoder(Model):
         return r
 
 
+TEXT_STACK = "language_model."
+
+
 def check_tensors(config, checkpoint):
-    "Raise CheckpointError unless every tensor the config implies is there with its dtype and shape."
-    if all(kind is not None and kind[0] == dtype and config.shape_fits(pattern, shape, kind[1])
-           for pattern, dtype, shape, layers, experts in config.families() for kind in checkpoint.kinds_of(pattern, layers, experts)):
+    "Raise CheckpointError unless every tensor the config implies is there with its dtype and shape, and no other of the text stack."
+    families = [*config.families()]
+    implied = sum(len(layers) * len(experts) for *_, layers, experts in families)
+    if checkpoint.count_of(TEXT_STACK) == implied and all(
+            kind is not None and kind[0] == dtype and config.shape_fits(pattern, shape, kind[1])
+            for pattern, dtype, shape, layers, experts in families for kind in checkpoint.kinds_of(pattern, layers, experts)):
         return
     missing = []
     for name, dtype, shape in config.tensors():
@@ -421,6 +427,9 @@ def check_tensors(config, checkpoint):
             raise CheckpointError(f"{found.file}: {name} is {found.dtype} {list(found.shape)}, the config implies {dtype} {list(shape)}")
     if missing:
         raise CheckpointError(f"{checkpoint.path}: {len(missing)} tensors are missing: {', '.join(missing[:4])}{', ...' * (len(missing) > 4)}")
+    known = {name for name, _, _ in config.tensors()}
+    extra = next(name for name in checkpoint.names() if name.startswith(TEXT_STACK) and name not in known)
+    raise CheckpointError(f"{checkpoint.extent(extra).file}: {extra} is there, the config implies no such tensor: its layers or experts are fewer")
 
 
 def is_synthetic(path):
@@ -429,8 +438,8 @@ def is_synthetic(path):
 
 
 def open_tokenizer(path, config):
-    "The folder's Tokenizer, or None where it holds no vocabulary."
-    return Tokenizer(path, config.vocab_size) if (Path(path) / "tiktoken.model").exists() else None
+    "The folder's Tokenizer, or None where it holds no vocabulary; a link to one that is gone is not none."
+    return Tokenizer(path, config.vocab_size) if os.path.lexists(Path(path) / "tiktoken.model") else None
 
 
 def part_of(name):
@@ -617,4 +626,4 @@ def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", trunk=None,
         model.close()
 
 
-__all__ = ['UNITS', 'parse_size', 'shown_size', 'resident_bytes', 'peak_bytes', 'read_call_bytes', 'available_bytes', 'CGROUPS', 'cgroup_free', 'PlanError', 'KERNELS', 'LIBRARIES', 'MORE_OF_THEM', 'SLOT', 'READ_BYTES', 'READERS', 'AHEAD', 'MOST_CHUNK', 'Plan', 'activation_bytes', 'state_bytes', 'position_bytes', 'make_plan', 'measured_readers', 'Report', 'Decoder', 'check_tensors', 'is_synthetic', 'open_tokenizer', 'part_of', 'return_freed_memory', 'load', 'pack_trunk', 'whole_number', 'parse_ids', 'prompt_ids', 'progress_bar', 'decode']
+__all__ = ['UNITS', 'parse_size', 'shown_size', 'resident_bytes', 'peak_bytes', 'read_call_bytes', 'available_bytes', 'CGROUPS', 'cgroup_free', 'PlanError', 'KERNELS', 'LIBRARIES', 'MORE_OF_THEM', 'SLOT', 'READ_BYTES', 'READERS', 'AHEAD', 'MOST_CHUNK', 'Plan', 'activation_bytes', 'state_bytes', 'position_bytes', 'make_plan', 'measured_readers', 'Report', 'Decoder', 'TEXT_STACK', 'check_tensors', 'is_synthetic', 'open_tokenizer', 'part_of', 'return_freed_memory', 'load', 'pack_trunk', 'whole_number', 'parse_ids', 'prompt_ids', 'progress_bar', 'decode']

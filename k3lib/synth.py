@@ -2,8 +2,8 @@
 
 Made from book/01_mxfp4/04_synth.py: edit that, then run `make export`.
 """
-# built on checkpoint ec49a8dade2f
-# built on config e9f076b66d65
+# built on checkpoint 4942423f872c
+# built on config 504f259d5a24
 
 import hashlib
 import json

@@ -2,7 +2,7 @@
 
 Made from book/05_streaming/03_trunk.py: edit that, then run `make export`.
 """
-# built on checkpoint ec49a8dade2f
+# built on checkpoint 4942423f872c
 # built on linear 553a4e3bbffb
 
 import errno

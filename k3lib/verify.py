@@ -2,7 +2,7 @@
 
 Made from book/01_mxfp4/05_verify.py: edit that, then run `make export`.
 """
-# built on checkpoint ec49a8dade2f
+# built on checkpoint 4942423f872c
 
 import hashlib
 import os

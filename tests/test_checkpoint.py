@@ -132,6 +132,12 @@ def test_kinds_of_a_pattern(oracle):
     assert oracle.kinds_of("no such", [-1], [-1]) == {None}
 
 
+def test_tensors_of_a_prefix(oracle):
+    names = list(oracle.names())
+    for prefix in "", "language_model.", "mm_projector.", "vision", "none":
+        assert oracle.count_of(prefix) == sum(name.startswith(prefix) for name in names)
+
+
 def test_part_of_a_tensor(oracle):
     name = "language_model.model.embed_tokens.weight"
     row = np.empty(256, np.uint8)
@@ -188,6 +194,7 @@ DAMAGE = {
     "not JSON": (TOY[:-2], ["not JSON"]),
     "not UTF-8": (TOY.replace(b'"b"', b'"\xff"'), ["not JSON", "utf-8"]),
     "nested past recursion": (b'{"a":' + b"[" * 100_000, ["not JSON"]),
+    "nested": (TOY.replace(b"[1,3]", b"[" * 15 + b"]" * 15), ["lists and objects more than 16 deep"]),
     "a number of 5000 digits": (TOY.replace(b"[2]", b"[" + b"9" * 5000 + b"]"), ["not JSON"]),
     "a list": (b"[" + TOY + b"]", ["begins with", "expected"]),
     "half a surrogate pair": (TOY.replace(b'"b"', b'"\\ud800"'), ["not JSON", "surrogates"]),
@@ -265,6 +272,29 @@ def test_header_length_is_judged_before_it_is_read(tmp_path, monkeypatch, length
     assert asked == [8]
 
 
+def test_a_long_header_is_believed_by_columns_or_not_at_all(tmp_path, monkeypatch):
+    "What Python makes of a text takes many times its room: a header that needs the plain reader has a bound of its own."
+    monkeypatch.setattr(checkpoint, "PLAIN_MAX", len(TOY))
+    for text, size in ((TOY, 14), (TOY.replace(b"14", b"13"), 13), (TOY.replace(b"}}", b"}}   "), 14)):
+        (tmp_path / "model.safetensors").write_bytes(file_of(text, TOY_DATA[:size]))
+        if size == 14:
+            assert len(Checkpoint(tmp_path)) == 2
+        else:
+            with pytest.raises(CheckpointError, match="span 5 bytes"):
+                Checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(file_of(TOY.replace(b"}}", b"} }"), TOY_DATA))
+    with pytest.raises(CheckpointError, match=rf"header of {len(TOY) + 1} bytes is not plainly right, expected at most {len(TOY)} "):
+        Checkpoint(tmp_path)
+
+
+def test_names_are_counted_before_their_keys_run_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "PATTERNS_MAX", 3)
+    for i in 1, 2:
+        write(tmp_path, shard(i, 2, "")[0], [(f"{name}{i}", "U8", [1]) for name in ("a", "b", "layers.1.", "layers.2.")[:i + 1]])
+    with pytest.raises(CheckpointError, match=r"model-00002-.*: 5 different names so far, numbers taken out, expected at most 3"):
+        Checkpoint(tmp_path)
+
+
 def test_metadata_padding_and_any_order_are_fine(tmp_path):
     a, b = TOY[1:-1].split(b',"b"')
     text = b'{"__metadata__":{"format":"pt"},\n "b"' + b + b" , " + a + b"}   \n"
@@ -300,6 +330,55 @@ def believed_only_if_the_library_does(text, data):
     theirs = dict(safetensors.deserialize(file_of(text, data)))
     assert {name: (dtype, list(shape), data[b:e]) for name, dtype, shape, b, e in rows} == {
         name: (t["dtype"], t["shape"], bytes(t["data"])) for name, t in theirs.items()}
+
+
+def two_of(folder):
+    "A checkpoint of two small shards and its index; {file name: bytes}."
+    write(folder, *shard(1, 2, "layers.3.w"))
+    write(folder, shard(2, 2, "")[0], [("b", "BF16", [1, 2]), ("layers.0.é", "F32", [1])])
+    places = {name: shard(i, 2, "")[0] for i, name in ((1, "layers.3.w"), (2, "b"), (2, "layers.0.é"))}
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 12}, "weight_map": places}))
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+EDIT = st.tuples(st.floats(0, 1), st.sampled_from(["put", "take", "set"]), st.one_of(
+    st.binary(max_size=3), st.sampled_from([b"\xff" * 8, b"[" * 30, b'"', b"1e9", b"-1", b"NaN", b"\\ud800", b"layers", b"}}", b'"b":'])))
+
+
+@given(st.integers(0, 2), st.lists(EDIT, min_size=1, max_size=3), st.sampled_from([1 << 18, 100]))
+def test_any_damaged_file_is_refused_or_consistent(tmp_path_factory, which, edits, block):
+    "Bytes put in, taken out or changed in a shard or the index: CheckpointError, or what the library finds and the index, read plainly, lists."
+    folder = tmp_path_factory.mktemp("two")
+    name, data = sorted(two_of(folder).items())[which]
+    for share, how, new in edits:
+        at = int(share * len(data))
+        data = data[:at] + new * (how != "take") + data[at + len(new) * (how != "put"):]
+    (folder / name).write_bytes(data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "_BLOCK", block)
+        try:
+            with Checkpoint(folder) as c:
+                ours = {tensor: (os.path.basename(c.extent(tensor).file), c.extent(tensor).dtype, list(c.extent(tensor).shape), c.raw(tensor).tobytes()) for tensor in c.names()}
+        except CheckpointError as error:
+            assert "\n" not in str(error) and str(folder) in str(error) and len(str(error)) < 1000
+            return
+    theirs = {tensor: (f"model-{i:05d}-of-000002.safetensors", t["dtype"], t["shape"], bytes(t["data"])) for i in (1, 2)
+              for tensor, t in safetensors.deserialize((folder / f"model-{i:05d}-of-000002.safetensors").read_bytes())}
+    assert ours == theirs and json.loads((folder / INDEX).read_bytes())["weight_map"] == {tensor: place[0] for tensor, place in theirs.items()}
+
+
+@pytest.mark.parametrize("depth", [*range(1, 20), *range(940, 1010, 3), 10**5])
+def test_nesting_is_bounded_at_any_depth_of_calls(tmp_path, depth):
+    "What can just be parsed must not fail to be printed."
+    places = two_of(tmp_path)
+    for name, text in ((INDEX, b'{"metadata":%s,"weight_map":{}}'), (shard(1, 2, "")[0], b'{"a":%s}'), (shard(1, 2, "")[0], b'{"__metadata__":%s}')):
+        text = text % (b"[" * depth + b"]" * depth)
+        (tmp_path / name).write_bytes(text if name == INDEX else file_of(text, b"abcd"))
+        with pytest.raises(CheckpointError) as caught:
+            Checkpoint(tmp_path)
+        assert str(tmp_path / name) in str(caught.value) and len(str(caught.value)) < 600
+        assert depth < 16 or "16 deep" in str(caught.value) or "not JSON" in str(caught.value)
+        (tmp_path / name).write_bytes(places[name])
 
 
 @settings(max_examples=300, deadline=None)
@@ -372,6 +451,8 @@ def test_five_digit_totals_are_read(tmp_path):
     ([(1, 2), (2, 2), (3, 2)], ["model-00003-of-000002.safetensors does not belong"]),
     ([(0, 1), (1, 1)], ["model-00000-of-000001.safetensors does not belong"]),
     ([(1, 1), (1, 2), (2, 2)], ["of-00000", "does not belong"]),
+    ([(1, 3), (2, 3), (3, 4)], ["model-00003-of-000003.safetensors is missing", "model-00003-of-000004.safetensors does not belong"]),
+    ([(0, 2), (1, 2)], ["model-00002-of-000002.safetensors is missing", "model-00000-of-000002.safetensors does not belong"]),
 ])
 def test_shard_count_must_match(tmp_path, present, words):
     for i, of in present:
@@ -470,7 +551,7 @@ def test_an_index_of_another_size(tmp_path, monkeypatch, block, total):
     assert refused_index(tmp_path, index | {"metadata": 10.5}) == "metadata.total_size is 10.5, expected 10, the bytes of all tensors"
 
 
-@pytest.mark.parametrize("block, told", [(1 << 18, "its text up to byte 327: name 'b' found twice, expected once"),
+@pytest.mark.parametrize("block, told", [(1 << 18, "its text up to byte 327: name 'layers.3.w' found twice, expected once"),
                                          (150, "tensor 'b': listed twice, expected once")])
 def test_a_tensor_listed_twice(tmp_path, monkeypatch, block, told):
     monkeypatch.setattr(checkpoint, "_BLOCK", block)

@@ -2,6 +2,7 @@
 import copy
 import json
 import math
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -115,6 +116,10 @@ MISSING = "language_model.model.layers.{}.block_sparse_moe.experts.{}.w2.weight_
      ": 6 tensors are missing: language_model.model.layers.0.input_layernorm.weight, "
      + ", ".join(MISSING.format(12, e) for e in range(3)) + ", ..."),
     ({"language_model.lm_head.weight": None}, ": 1 tensors are missing: language_model.lm_head.weight"),
+    ({"language_model.model.layers.13.input_layernorm.weight": ("BF16", (128,))},
+     ": language_model.model.layers.13.input_layernorm.weight is there, the config implies no such tensor: its layers or experts are fewer"),
+    ({MISSING.format(7, 16): ("U8", (64, 3))}, f": {MISSING.format(7, 16)} is there, the config implies no such tensor: its layers or experts are fewer"),
+    ({MISSING.format(7, 16): ("U8", (64, 3)), MISSING.format(7, 11): None}, ": 1 tensors are missing: " + MISSING.format(7, 11)),
     ({MISSING.format(7, 11): ("U8", (3, 64)), MISSING.format(1, 0): None}, f": {MISSING.format(7, 11)} is U8 [3, 64], the config implies U8 [64, 3]"),
     ({MISSING.format(7, 11): ("BOOL", (64, 3)), "language_model.lm_head.weight": ("F32", (512, 128))},
      f": {MISSING.format(7, 11)} is BOOL [64, 3], the config implies U8 [64, 3]"),
@@ -301,9 +306,10 @@ def test_another_model(tmp_path):
 
 
 @pytest.mark.parametrize("content, told", [
-    (b"", "not JSON"), (b"{", "not JSON"), (b"[1]", "a JSON list, expected an object"), (b"[" * 100_000, "not JSON"),
-    (b"\xff\xfe{", "not JSON"), (b'{"a": 1, "a": 2}', 'the key "a" is given twice'), (b'{"a": ' + b"1" * 5000 + b"}", "not JSON"),
-    (b'{"text_config": {"b": {"c": 1, "c": 1}}}', 'the key "c" is given twice'),
+    (b"", "0 bytes, expected 1 to 4,000,000"), (b"{", "not JSON"), (b"[1]", "a JSON list, expected an object"), (b"[" * 100_000, "not JSON"),
+    (b"\xff\xfe{", "not JSON"), (b'{"a": 1, "a": 2}', "name 'a' found twice"), (b'{"a": ' + b"1" * 5000 + b"}", "not JSON"),
+    (b'{"text_config": {"b": {"c": 1, "c": 1}}}', "name 'c' found twice"), (b'{"text_config": {"\\ud800": 1}}', "not JSON"),
+    *((b'{"text_config": ' + b"[" * depth + b"]" * depth + b"}", "more than 16 deep" if depth < 900 else "") for depth in (16, *range(940, 1010, 3))),
 ])
 def test_not_a_config(tmp_path, content, told):
     assert told in refusal(tmp_path, content)
@@ -312,7 +318,7 @@ def test_not_a_config(tmp_path, content, told):
 def test_a_huge_file_is_not_read(tmp_path):
     with (tmp_path / "config.json").open("wb") as f:
         f.truncate(10**12)  # sparse
-    with pytest.raises(ConfigError, match="1,000,000,000,000 bytes, more than"):
+    with pytest.raises(ConfigError, match="1,000,000,000,000 bytes, expected 1 to 4,000,000"):
         read_config(tmp_path)
 
 
@@ -320,8 +326,17 @@ def test_missing_folder_and_file(tmp_path):
     for path, told in ((tmp_path / "nowhere", "nowhere: no such model folder"), (tmp_path, "no such file")):
         with pytest.raises(FileNotFoundError, match=told):
             read_config(path)
-    (tmp_path / "config.json").mkdir()
-    with pytest.raises(FileNotFoundError, match="no such file"):
+    (tmp_path / "config.json").symlink_to("nowhere")
+    with pytest.raises(FileNotFoundError, match="config.json: a link to nothing"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("make, told", [
+    (Path.mkdir, "not a file"), (os.mkfifo, "not a file"), (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
+    (lambda path: path.symlink_to("/dev/zero"), "not a file")])
+def test_what_is_no_file_is_not_opened(tmp_path, make, told):
+    make(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match=f"config.json: cannot be read: {told}"):
         read_config(tmp_path)
 
 

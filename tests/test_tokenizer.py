@@ -414,7 +414,8 @@ def table(**entries):
     ({**CONFIG, "eos_token": "[STOP]"}, "eos_token is '[STOP]', expected a name"),
     ({**CONFIG, "eos_token": 1001}, "eos_token is '1001', expected a name"),
     (b"", "0 bytes, expected 1 to"), (b"{", "not JSON"), (b"[]", "a JSON list, expected an object"), (b"\xff", "not JSON"),
-    (b"[" * 100_000, "not JSON"), (b'{"a": ' + b"1" * 5000 + b"}", "not JSON"), (b'{"a": 1, "a": 2}', "a key is given twice"),
+    (b"[" * 100_000, "not JSON"), (b'{"a": ' + b"1" * 5000 + b"}", "not JSON"), (b'{"a": 1, "a": 2}', "name 'a' found twice"),
+    *((b'{"added_tokens_decoder": ' + b"[" * depth + b"]" * depth + b"}", "more than 16 deep" if depth < 900 else "tokenizer_config.json") for depth in (16, *range(940, 1010, 3))),
 ])
 def test_damaged_configs(tmp_path, config, told):
     assert told in refusal(write(tmp_path, config=config))
@@ -459,6 +460,34 @@ def test_any_damaged_byte_is_refused_or_harmless(tmp_path, at, byte, how):
         assert "tiktoken.model" in str(e) and "\n" not in str(e)
         return
     assert t.ranks == 1000 and len({t.token(i) for i in range(1000)}) == 1000
+
+
+JSONS = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from([*SPECIALS.values()][:3]),
+                     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["content", "special"]) | st.text(max_size=3), inner, max_size=3), max_leaves=5)
+KEYS = st.sampled_from(["added_tokens_decoder", "eos_token"])
+IDS = st.integers(990, 1260).map(str) | st.sampled_from(["0", "01000", "-1", "1e3", "9" * 11, "9" * 5000, "\u0661"]) | st.text(max_size=4)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(KEYS, JSONS, max_size=2), st.dictionaries(IDS, JSONS | st.fixed_dictionaries({"content": st.text(max_size=6)}), max_size=4), st.booleans())
+def test_any_control_table_is_refused_or_consistent(tmp_path, fields, entries, among):
+    "Whatever stands in tokenizer_config.json: an error of the right kind, or a vocabulary whose names and ids are each other's inverse."
+    table = {"added_tokens_decoder": {**(CONFIG["added_tokens_decoder"] if among else {}), **entries}, **fields}
+    try:
+        t = Tokenizer(write(tmp_path, config=table))
+    except TokenizerError as e:
+        assert "tokenizer_config.json" in str(e) and "\n" not in str(e) and len(str(e)) < 600
+        return
+    assert t.vocab_size == 1000 + len(t.special_names) and all(t.token(i).decode() == name for name, i in t.special_ids.items())
+    assert set(t.stop_ids) <= set(t.special_ids.values()) and len(t.special_ids) == len(t.special_names)
+    assert max(t.encode("[EOS]<|open|> a")) < 1000
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=60), st.binary(max_size=60))
+def test_any_bytes_are_refused(tmp_path, ranks, config):
+    for case in {"ranks": ranks or b"\n"}, {"config": config or b"\n"}:
+        refusal(write(tmp_path, **case))
 
 
 # --- the embedded model --------------------------------------------------------------------------------------------

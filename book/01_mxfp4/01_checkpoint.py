@@ -72,7 +72,9 @@ for label, six in ("offset from the file's start", toy[8:14]), ("BF16 read as fl
 import json
 import os
 import re
+import stat
 import threading
+from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from math import prod
@@ -88,6 +90,7 @@ class CheckpointError(Exception):
 
 
 HEADER_MAX = 100_000_000  # bytes: the safetensors library's own cap
+PLAIN_MAX = 16_000_000  # bytes of a header that is read entry by entry; the longest of the release has 0.82 MB
 RANK_MAX = 32  # axes that every numpy's arrays can have
 ARRAY_DTYPES = {
     "BF16": "<u2", "F32": "<f4", "U8": "u1", "F16": "<f2", "F64": "<f8", "BOOL": "u1", "I8": "i1", "I16": "<i2", "U16": "<u2",
@@ -118,37 +121,58 @@ assert header_bytes([("a", "F32", [2]), ("b", "BF16", [1, 3])])[8:].rstrip() == 
 
 # %% [markdown]
 # Reading must distrust every field. Python's JSON reader is lenient where it matters: of two equal names it keeps the last, it calls
-# `true` an integer equal to 1, it reads `NaN`. So each object is checked for equal names as it closes, and each number for its type.
+# `true` an integer equal to 1, it reads `NaN`. So each object is checked for equal names as it closes, and each number for its type. Nesting
+# has a bound of its own: what Python parses at one depth of calls it may fail to print at another. Configs (5.1) and vocabularies (5.2) are read by the same function.
 
 # %% tags=["export"]
+DEPTH_MAX = 16  # lists and objects inside one another: a header has 3, a config 6
+
+
 def _show(value):
     "A value out of a file, on one line, cut where it gets long."
     text = repr(value)
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def _unique(pairs):
-    "A JSON object's pairs as a dict; CheckpointError if a name occurs twice."
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise CheckpointError(f"name {_show(twice)} found twice, expected once")
+def _is_deep(tree):
+    "Whether `tree` holds more than DEPTH_MAX lists and objects inside one another."
+    level = [tree]
+    for _ in range(DEPTH_MAX):
+        level = [inner for outer in level for inner in (outer.values() if type(outer) is dict else outer) if type(inner) in (dict, list)]
+    return bool(level)
+
+
+def json_object(text, where, error=CheckpointError):
+    """The JSON object in the bytes `text`, which `where` names.
+
+    Raises `error` if it is none in UTF-8, has a name twice in one object, or nests more than DEPTH_MAX deep.
+    """
+    def unique(pairs):
+        found = dict(pairs)
+        "".join(found).encode("utf-8")  # half a surrogate pair is JSON, but no name that could be printed
+        if len(found) < len(pairs):
+            twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+            raise error(f"{where}: name {_show(twice)} found twice, expected once")
+        return found
+
+    try:
+        found = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+    except error:
+        raise
+    except (ValueError, RecursionError) as fault:
+        raise error(f"{where} is not JSON: {str(fault)[:120]}, expected a JSON object in UTF-8") from None
+    if type(found) is not dict:
+        raise error(f"{where} holds a JSON {type(found).__name__}, expected an object")
+    if _is_deep(found):
+        raise error(f"{where} nests lists and objects more than {DEPTH_MAX} deep, expected {DEPTH_MAX} at most")
     return found
 
 
-def _load(text, where):
-    "The JSON object in the bytes `text`, which `where` names in a CheckpointError."
+def _braced(text, where):
+    "json_object of `text`, of which the format says that it begins with the brace."
     if text[:1] != b"{":
         raise CheckpointError(f"{where} begins with {bytes(text[:1])!r}, expected the '{{' of a JSON object")
-    try:
-        found = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-        "".join(found).encode("utf-8")  # half a surrogate pair is JSON, but no name that could be printed
-    except CheckpointError as error:
-        raise CheckpointError(f"{where}: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where} is not JSON: {str(error)[:120]}, expected a JSON object in UTF-8") from None
-    return found
+    return json_object(text, where)
 
 
 # %% [markdown]
@@ -201,7 +225,9 @@ def parse_header(text, data_bytes, where):
 
     `data_bytes` is what the file holds behind the header, `where` names the file in a CheckpointError.
     """
-    entries = _load(text, f"{where}: header")
+    if len(text) > PLAIN_MAX:
+        raise CheckpointError(f"{where}: header of {len(text):,} bytes is not plainly right, expected at most {PLAIN_MAX:,} to look for the fault in")
+    entries = _braced(text, f"{where}: header")
     metadata = entries.pop("__metadata__", {})
     if type(metadata) is not dict or any(type(v) is not str for v in metadata.values()):
         raise CheckpointError(f"{where}: __metadata__ is {_show(metadata)}, expected an object of strings")
@@ -308,18 +334,42 @@ def identity(status):
 
 
 # %% [markdown]
-# The header's length is judged against the file before a byte of it is read: a damaged length of $2^{63}$ must not become an allocation,
-# nor 300 MB of brackets a parse.
+# The header's length is judged before a byte of it is read, against the file and against 100 MB: a damaged length of $2^{63}$ must not become
+# an allocation, nor 300 MB of brackets a parse. The bound is the format's own, and all 497,220 tensors in one file would need 76 MB. Python's
+# objects take some fifteen times the text they are read from, so the reader that goes entry by entry stops at 16 MB; what is larger is right by columns (1.1.5) or refused.
 
 # %% tags=["export"]
-def open_shard(path):
-    "An open unbuffered file; CheckpointError if there is none. Links are followed: a hub cache is made of them."
+def _open(path):
+    "An open unbuffered file; OSError otherwise. Links are followed: a hub cache is made of them. A pipe, which would wait, is not opened."
     try:
-        if not os.path.isfile(path):
-            raise FileNotFoundError(0, "a link to nothing" if os.path.islink(path) else "not a file")
-        return open(path, "rb", buffering=0)
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        raise FileNotFoundError(0, "a link to nothing" if os.path.islink(path) else "no such file") from None
+    if not stat.S_ISREG(mode):
+        raise OSError(0, "not a file")
+    return open(path, "rb", buffering=0)
+
+
+def open_shard(path):
+    "An open unbuffered file; CheckpointError if there is none."
+    try:
+        return _open(path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from None
+
+
+def small_file(path, most, error):
+    "The bytes of a file of 1 to `most`, judged before one is read. FileNotFoundError if there is none, `error` if it is not to be had."
+    try:
+        with _open(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if not 0 < size <= most:
+                raise error(f"{path}: {size:,} bytes, expected 1 to {most:,}")
+            return file.read()
+    except FileNotFoundError as fault:
+        raise FileNotFoundError(f"{path}: {fault.strerror}") from None
+    except OSError as fault:
+        raise error(f"{path}: cannot be read: {fault.strerror}") from None
 
 
 def read_header(file, where):
@@ -336,6 +386,25 @@ def read_header(file, where):
     read_exactly(file, text, 8, where)
     return 8 + n, size, text
 
+
+# %% [markdown]
+# Broken on purpose: the toy's first eight bytes, in a sparse file of 400 MB so that the file's end is no help, and a header of good length that is one
+# large list. None gets as far as Python's JSON reader.
+
+# %%
+with tempfile.TemporaryDirectory() as other:
+    path = Path(other, "toy")
+    for n, body in (0, b""), (1 << 63, b""), (300_000_000, b"{"), (20_000_000, b'{"a":[[],[],[]'):
+        path.write_bytes(n.to_bytes(8, "little") + body)
+        os.truncate(path, 400_000_000)
+        try:
+            with open_shard(path) as file:
+                start, size, header = read_header(file, "toy")
+            parse_header(header, size - start, "toy")
+            raise AssertionError(f"a header of {n:,} bytes was believed")
+        except CheckpointError as error:
+            print(error)
+
 # %% [markdown]
 # ## 1.1.5 Names into numbers, entries into columns
 #
@@ -345,6 +414,7 @@ def read_header(file, where):
 # $$\text{key} = (\text{pattern} \cdot 2^{20} + (L+1)) \cdot 2^{20} + (E+1)$$
 
 # %% tags=["export"]
+PATTERNS_MAX = 1 << 20  # a key has room for 2^23
 _BITS = 20  # for a number below a million, plus one
 _ALL_ONES = (1 << _BITS) - 1
 _NUMBER = re.compile(r"\.(0|[1-9][0-9]{0,5})(?=\.|\Z)")
@@ -472,7 +542,10 @@ def shard_names(folder):
     "The checkpoint's file names in order: model.safetensors alone, or every model-XXXXX-of-YYYYYY.safetensors."
     if not os.path.isdir(folder):
         raise FileNotFoundError(f"{folder}: {'a file' if os.path.exists(folder) else 'no such folder'}, expected a checkpoint's folder")
-    names = sorted(os.listdir(folder))
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be listed: {error.strerror}") from None
     shards = [match for name in names if (match := _SHARD.fullmatch(name))]
     if "model.safetensors" in names and not shards:
         return ["model.safetensors"]
@@ -483,8 +556,8 @@ def shard_names(folder):
     found, wanted = [match[0] for match in shards], [f"model-{i:0{digits}d}-of-{of}.safetensors" for i in range(1, int(of) + 1)]
     if found != wanted:
         missing, stray = sorted({*wanted} - {*found}), sorted({*found} - {*wanted})
-        what = f"{missing[0]} is missing" if missing else f"{stray[0]} does not belong to them"
-        raise CheckpointError(f"{folder}: {len(found):,} weight files, expected {int(of):,}: {what}")
+        what = [f"{name} is missing" for name in missing[:1]] + [f"{name} does not belong to them" for name in stray[:1]]
+        raise CheckpointError(f"{folder}: {len(found):,} weight files, expected {int(of):,}: {', '.join(what)}")
     return found
 
 
@@ -514,7 +587,7 @@ def index_pieces(path, most):
             part, cut, text = (text, b"", b"") if last else text.rpartition(_CUT)
             if not (cut or last):
                 raise CheckpointError(f"{where} is {len(text):,} bytes without {_CUT.decode()}, expected one after every tensor's file")
-            piece = _load(front + part + (b"" if last else cut[:-1] + b"}}"), where)
+            piece = _braced(front + part + (b"" if last else cut[:-1] + b"}}"), where)
             if type(piece.get("weight_map")) is not dict or not last and [*piece][-1] != "weight_map":
                 raise CheckpointError(f"{where} has {_show([*piece])}, expected an object weight_map of all tensors and their files")
             yield piece
@@ -608,6 +681,8 @@ class Checkpoint:
             columns = [row[0] for row in rows], range(len(rows)), [row[3] for row in rows], [], [row[1:3] for row in rows]
         names, kind, begin, _, kind_of = columns
         key = _keys(names, lambda pattern: self._patterns.setdefault(pattern, len(self._patterns)))
+        if len(self._patterns) > PATTERNS_MAX:
+            raise CheckpointError(f"{path}: {len(self._patterns):,} different names so far, numbers taken out, expected at most {PATTERNS_MAX:,}")
         kind = np.array([kinds.setdefault(each, len(kinds)) for each in kind_of], np.int32)[kind]
         return key, np.array(begin, np.int64) + start, kind, np.full(len(names), shard, np.int32)
 
@@ -673,6 +748,11 @@ class Checkpoint:
         keys = _key(self._patterns.get(pattern, -1), np.array(layers, np.int64)[:, None], np.array(experts, np.int64))
         rows = self._rows(keys.ravel())
         return {None if kind < 0 else self._kinds[kind][:2] for kind in np.unique(np.append(self._kind, -1)[rows])}
+
+    def count_of(self, prefix):
+        "How many tensors have a name that begins with `prefix`, in which there is no number."
+        begins = np.array([pattern.startswith(prefix) for pattern in self._names], bool)
+        return int(begins[self._key >> 2 * _BITS].sum())
 
     def read_into(self, name, out, start=0):
         "Fill `out`, uint8, with a tensor's bytes from byte `start` on: a row of the embedding without the table."

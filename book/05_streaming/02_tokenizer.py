@@ -7,6 +7,7 @@
 # prev: [5.1 A config that is believed, or refused](01_config.ipynb) · [contents](../README.md) · next: [5.3 The trunk: rows that arrive](03_trunk.ipynb)
 
 # %%
+import json
 import os
 import random
 import shutil
@@ -25,7 +26,6 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 import binascii
 import codecs
 import ctypes
-import json
 import re
 from itertools import groupby, pairwise
 from operator import index
@@ -33,6 +33,8 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
+
+from k3lib.checkpoint import json_object, small_file
 
 
 # %% [markdown]
@@ -53,24 +55,15 @@ class TokenizerError(ValueError):
     "A tokenizer file that cannot be believed, or an id that is not in the vocabulary."
 
 
-MAX_FILE_BYTES = 64_000_000
-
-
-def file_bytes(path):
-    "The content of a tokenizer file, its size judged first."
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file")
-    size = path.stat().st_size
-    if not 0 < size <= MAX_FILE_BYTES:
-        raise TokenizerError(f"{path}: {size:,} bytes, expected 1 to {MAX_FILE_BYTES:,}")
-    return path.read_bytes()
+MAX_RANKS_BYTES = 16_000_000  # the released tiktoken.model has 2.8 MB
+MAX_JSON_BYTES = 4_000_000  # Python's objects take some fifteen times the text
 
 
 # %% tags=["export"]
 def read_ranks(path):
     "Token bytes by rank from `tiktoken.model`: one blob and offsets uint32 [n + 1]; token i is blob[offsets[i]:offsets[i+1]]."
     blob, ends, seen = bytearray(), [0], {}
-    for number, line in enumerate(file_bytes(path).removesuffix(b"\n").split(b"\n"), 1):
+    for number, line in enumerate(small_file(path, MAX_RANKS_BYTES, TokenizerError).removesuffix(b"\n").split(b"\n"), 1):
         fields = line.split(b" ")
         where = f"{path} line {number}"
         if len(fields) != 2 or not fields[1].isdigit():
@@ -284,22 +277,8 @@ for text in (" " * 25_001, "a" * 60_000, "ab " * 150_000):
 
 # %% tags=["export"]
 def read_json(path):
-    "The JSON object in `path`; a key given twice in one object is refused."
-
-    def unique(pairs):
-        if len(dict(pairs)) < len(pairs):
-            raise TokenizerError(f"{path}: a key is given twice among {str([key for key, _ in pairs])[:60]}")
-        return dict(pairs)
-
-    try:
-        tree = json.loads(file_bytes(path).decode("utf-8"), object_pairs_hook=unique)
-    except TokenizerError:
-        raise
-    except (ValueError, RecursionError) as e:
-        raise TokenizerError(f"{path}: not JSON ({e})") from None
-    if not isinstance(tree, dict):
-        raise TokenizerError(f"{path}: holds a JSON {type(tree).__name__}, expected an object")
-    return tree
+    "The JSON object in `path`, read as strictly as a header (1.1.2)."
+    return json_object(small_file(path, MAX_JSON_BYTES, TokenizerError), path, TokenizerError)
 
 
 # %% tags=["export"]

@@ -540,10 +540,16 @@ class Decoder(Model):
 # A packed trunk (5.3.11) takes the checkpoint's place as the source of everything but embedding and experts.
 
 # %% tags=["export"]
+TEXT_STACK = "language_model."
+
+
 def check_tensors(config, checkpoint):
-    "Raise CheckpointError unless every tensor the config implies is there with its dtype and shape."
-    if all(kind is not None and kind[0] == dtype and config.shape_fits(pattern, shape, kind[1])
-           for pattern, dtype, shape, layers, experts in config.families() for kind in checkpoint.kinds_of(pattern, layers, experts)):
+    "Raise CheckpointError unless every tensor the config implies is there with its dtype and shape, and no other of the text stack."
+    families = [*config.families()]
+    implied = sum(len(layers) * len(experts) for *_, layers, experts in families)
+    if checkpoint.count_of(TEXT_STACK) == implied and all(
+            kind is not None and kind[0] == dtype and config.shape_fits(pattern, shape, kind[1])
+            for pattern, dtype, shape, layers, experts in families for kind in checkpoint.kinds_of(pattern, layers, experts)):
         return
     missing = []
     for name, dtype, shape in config.tensors():
@@ -555,6 +561,9 @@ def check_tensors(config, checkpoint):
             raise CheckpointError(f"{found.file}: {name} is {found.dtype} {list(found.shape)}, the config implies {dtype} {list(shape)}")
     if missing:
         raise CheckpointError(f"{checkpoint.path}: {len(missing)} tensors are missing: {', '.join(missing[:4])}{', ...' * (len(missing) > 4)}")
+    known = {name for name, _, _ in config.tensors()}
+    extra = next(name for name in checkpoint.names() if name.startswith(TEXT_STACK) and name not in known)
+    raise CheckpointError(f"{checkpoint.extent(extra).file}: {extra} is there, the config implies no such tensor: its layers or experts are fewer")
 
 
 def is_synthetic(path):
@@ -563,8 +572,8 @@ def is_synthetic(path):
 
 
 def open_tokenizer(path, config):
-    "The folder's Tokenizer, or None where it holds no vocabulary."
-    return Tokenizer(path, config.vocab_size) if (Path(path) / "tiktoken.model").exists() else None
+    "The folder's Tokenizer, or None where it holds no vocabulary; a link to one that is gone is not none."
+    return Tokenizer(path, config.vocab_size) if os.path.lexists(Path(path) / "tiktoken.model") else None
 
 
 def part_of(name):

@@ -1,0 +1,45 @@
+"A third of `make faults`; and that its judge can tell right from wrong."
+from collections import Counter
+
+import faults
+import pytest
+
+from k3lib import checkpoint, cli, decode, model
+
+CASES = list(faults.cases())
+
+
+def test_a_third_of_the_cases():
+    counts, wrong = faults.run(CASES[1::3])
+    assert not wrong, "\n".join(f"{case.group}: {case.what}: {why}" for case, _, why in wrong)
+    print(faults.table(counts))
+    assert len(counts) == len(faults.GROUPS) and sum(counts.values(), Counter())[faults.REFUSED] > 150
+
+
+def test_the_cases_are_many_and_the_same_again():
+    names = [(case.group, case.what) for case in CASES]
+    assert len(names) >= 300 and names == [(case.group, case.what) for case in faults.cases()]
+    other = [(case.group, case.what) for case in faults.cases(1)]
+    assert len(other) == len(names) and other != names
+
+
+def without_places(text, data_bytes, where):
+    "parse_header that believes every place."
+    return [checkpoint._entry(where, name, e) for name, e in checkpoint.json_object(text, where).items() if name != "__metadata__"]
+
+
+@pytest.mark.parametrize("group, breaks, outcome", [
+    ("extents", [(checkpoint, "parse_header", without_places), (checkpoint, "quick_header", lambda *_: None)], None),
+    ("index", [(checkpoint, "check_index", lambda checkpoint: None)], faults.SAME),
+    ("held tensors", [(decode, "check_tensors", lambda config, checkpoint: None)], faults.SAME),
+    ("config values", [(cli, "_exit_code", lambda error: 1)], faults.REFUSED),
+    ("shard files", [(checkpoint.CheckpointError, "__str__", lambda error: "a file is damaged")], faults.REFUSED),
+    ("payload bytes", [(cli, "_verify", lambda args: None)], faults.SAME),
+    ("numbers", [(model, "check_product", lambda *_: None)], None),
+])
+def test_a_check_that_is_gone_is_noticed(monkeypatch, group, breaks, outcome):
+    for where, name, broken in breaks:
+        monkeypatch.setattr(where, name, broken)
+    some = [case for case in CASES if case.group == group][::5]
+    counts, wrong = faults.run(some)
+    assert wrong and (outcome is None or outcome in {outcome for _, outcome, _ in wrong}), counts
