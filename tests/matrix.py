@@ -27,15 +27,15 @@ def as_planned(plan, whole):
     return plan
 
 
-def as_few_as_can_be(plan, whole):
-    return dataclasses.replace(plan, expert_slots=decode.EXPERT_READERS)
+def nothing_kept(plan, whole):
+    return dataclasses.replace(plan, expert_slots=plan.readers)
 
 
 def a_few_kept(plan, whole):
-    return dataclasses.replace(plan, expert_slots=3 * decode.EXPERT_READERS, expert_slot_bytes=whole)
+    return dataclasses.replace(plan, expert_slots=plan.readers + 24, expert_slot_bytes=whole)
 
 
-CACHES = as_planned, as_few_as_can_be, a_few_kept  # (plan, bytes of an expert) -> the plan with other expert slots
+CACHES = as_planned, nothing_kept, a_few_kept  # (plan, bytes of an expert) -> the plan with other expert slots
 
 
 def answer(folder, ram, threads, trunk, cache, chunks, steps):
