@@ -12,9 +12,10 @@ from pathlib import Path
 
 def _write(path, data):
     "Write bytes to `path`, whole or not at all."
+    from k3lib.checkpoint import writing
     temporary = Path(f"{path}.part")
     try:
-        with open(temporary, "wb") as file:
+        with writing(temporary) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

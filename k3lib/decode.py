@@ -2,12 +2,12 @@
 
 Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
-# built on checkpoint 7ce80a795ed0
+# built on checkpoint ec49a8dade2f
 # built on config e9f076b66d65
-# built on experts 0487db852afd
-# built on model 6a4dcd823c91
+# built on experts 6ba177265d9f
+# built on model 2223be9c44c3
 # built on tokenizer 2e9895b018e7
-# built on trunk 02261cdff7b1
+# built on trunk 234b474211d4
 
 import contextlib
 import ctypes
@@ -356,6 +356,7 @@ class Decoder(Model):
         numba.set_num_threads(self.threads)  # per calling thread, so set where the arithmetic starts
         began, waited = time.perf_counter(), self._waited()
         result = super().forward(ids, last_only, watch)
+        self.trunk.files.check()
         self._report.wall_seconds += time.perf_counter() - began
         self._report.io_wait_seconds += self._waited() - waited
         return result
@@ -490,7 +491,7 @@ def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=
     if on_plan is not None:
         on_plan(plan)
     with contextlib.ExitStack() as undo:  # whatever ends this half-way, Ctrl-C among them, ends the readers
-        files, read_before = Files(), read_call_bytes()
+        files, read_before = Files(source.identities), read_call_bytes()
         undo.callback(files.close)
         weights = Trunk(source, walk, plan.pinned, row_multiples(config), files, part_of,
                         plan.slots, plan.slot_bytes, plan.readers, progress, AHEAD)

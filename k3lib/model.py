@@ -2,13 +2,13 @@
 
 Made from book/05_streaming/05_model.py: edit that, then run `make export`.
 """
-# built on checkpoint 7ce80a795ed0
+# built on checkpoint ec49a8dade2f
 # built on kda 9cab8041c843
 # built on linear 553a4e3bbffb
 # built on mla 4a89dc7dcccd
 # built on moe de87a7a41ad7
 # built on residual 286db147bd33
-# built on trunk 02261cdff7b1
+# built on trunk 234b474211d4
 
 import contextlib
 import dataclasses

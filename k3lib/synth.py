@@ -2,7 +2,7 @@
 
 Made from book/01_mxfp4/04_synth.py: edit that, then run `make export`.
 """
-# built on checkpoint 7ce80a795ed0
+# built on checkpoint ec49a8dade2f
 # built on config e9f076b66d65
 
 import hashlib
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from k3lib.checkpoint import ITEMSIZE, header_bytes, split_name
+from k3lib.checkpoint import ITEMSIZE, header_bytes, split_name, writing
 from k3lib.config import FIXED, INTEGERS, REALS, Config, ConfigError, global_tensors, layer_tensors, read_config
 
 
@@ -122,7 +122,8 @@ def write_config(folder, preset, seed, **changes):
     checked("seed", seed, int, 0, 2**64 - 1)
     marker = {"generator": "k3 synth", "preset": preset, "seed": seed, "note": "made-up values, not the weights of any model"}
     for name, tree in ("config.json", config_tree(found, marker)), ("tokenizer_config.json", tokenizer_tree(found["vocab_size"])):
-        (folder / name).write_text(json.dumps(tree, indent=1) + "\n")
+        with writing(folder / name) as file:
+            file.write((json.dumps(tree, indent=1) + "\n").encode())
     try:
         return Recipe(read_config(folder), PRESETS[preset][1], seed)
     except ConfigError as error:
@@ -367,7 +368,7 @@ CHUNK = 1 << 15  # values made at a time
 
 def write_shard(folder, shard, seed, stop):
     "Write one file. What lies between its runs is never touched and stays a hole."
-    with open(folder / shard.file, "wb") as file:
+    with writing(folder / shard.file) as file:
         file.truncate(shard.size)
         file.write(shard.header)
         for piece in shard.pieces:
@@ -436,7 +437,8 @@ def write_index(folder, shards):
     total = sum(shard.size - len(shard.header) for shard in shards)
     lines = (f'    "{name}": "{shard.file}"' for shard in shards for name, _, _ in shard.tensors)
     text = f'{{\n  "metadata": {{\n    "total_size": {total}\n  }},\n  "weight_map": {{\n' + ",\n".join(lines) + "\n  }\n}\n"
-    (folder / "model.safetensors.index.json").write_text(text)
+    with writing(folder / "model.safetensors.index.json") as file:
+        file.write(text.encode())
 
 
 class Written(NamedTuple):

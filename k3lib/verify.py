@@ -2,7 +2,7 @@
 
 Made from book/01_mxfp4/05_verify.py: edit that, then run `make export`.
 """
-# built on checkpoint 7ce80a795ed0
+# built on checkpoint ec49a8dade2f
 
 import hashlib
 import os

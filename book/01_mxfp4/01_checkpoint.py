@@ -73,6 +73,7 @@ import json
 import os
 import re
 import threading
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from math import prod
 from operator import itemgetter
@@ -279,6 +280,31 @@ def read_exactly(file, view, offset, where):
         raise CheckpointError(f"{where}: reading {len(view):,} bytes at offset {offset:,} failed: {error}") from None
     if done < len(view):
         raise CheckpointError(f"{where}: got {done:,} bytes at offset {offset:,}, expected {len(view):,}: the file ends there")
+
+
+# %% [markdown]
+# Two more things that every chapter with files needs. A file can become another between two reads, which its identity tells. And a disk that
+# is full must be told with the name of the file, which Python leaves out of the error of a write.
+
+# %% tags=["export"]
+@contextmanager
+def writing(path):
+    "open(path, 'wb') in a `with`, whose OSError names the file and the byte at which it could not be written."
+    file = open(path, "wb")
+    try:
+        yield file
+        file.flush()
+    except OSError as error:
+        place = f"{path}: writing at byte {os.lseek(file.fileno(), 0, os.SEEK_CUR):,} failed: {error.strerror}"
+        raise OSError(error.errno, place) if error.filename is None else error from None
+    finally:
+        with suppress(OSError):  # what could not be written above cannot be at the end either
+            file.close()
+
+
+def identity(status):
+    "(device, inode, bytes, time of the last write in ns) of an os.stat: what tells that a file is another, or was written to, since."
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 # %% [markdown]
@@ -552,7 +578,7 @@ class Checkpoint:
     """
 
     def __init__(self, path):
-        self._files, self._patterns, kinds = [], {}, {}
+        self._files, self._patterns, self.identities, kinds = [], {}, {}, {}
         self.path = Path(path)
         self.files = [str(self.path / name) for name in shard_names(self.path)]
         self.file_sizes = []
@@ -573,6 +599,7 @@ class Checkpoint:
     def _read_shard(self, shard, kinds):
         path = self.files[shard]
         self._files.append(open_shard(path))
+        self.identities[path] = identity(os.fstat(self._files[shard].fileno()))
         start, size, text = read_header(self._files[shard], path)
         self.file_sizes.append(size)
         columns = quick_header(text, size - start)

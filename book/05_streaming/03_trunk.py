@@ -30,6 +30,7 @@ FOLDER = ROOT / "fixtures" / "oracle13" / "model"
 
 # %% tags=["export"]
 import errno
+import logging
 import math
 import mmap
 import os
@@ -37,6 +38,7 @@ import shutil
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, groupby
 from typing import NamedTuple
@@ -48,7 +50,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from k3lib.checkpoint import Checkpoint, CheckpointError, header_bytes
+from k3lib.checkpoint import Checkpoint, CheckpointError, header_bytes, identity, writing
 from k3lib.linear import INNER, KERNEL, TILE, Rows, bf16_to_float32, matmul_rows
 
 PAGE = 4096  # O_DIRECT wants offsets, lengths and addresses in whole pages
@@ -169,11 +171,11 @@ class File:
     """One shard, read past the page cache where the file system allows it; for any number of threads at once.
 
     `how` says "direct", or "buffered" and why; `descriptor` is (file descriptor, whether it reads directly). Without O_DIRECT the
-    pages a read leaves behind are dropped again.
+    pages a read leaves behind are dropped again. `known`: the identity of the file whose header was read.
     """
 
-    def __init__(self, path):
-        self.path, self._lock, self._open = path, threading.Lock(), []
+    def __init__(self, path, known=None):
+        self.path, self._known, self._lock, self._open = path, known, threading.Lock(), []
         if not _DIRECT:
             return self._go_buffered("this system has no O_DIRECT")
         try:
@@ -184,7 +186,24 @@ class File:
     def _use(self, flag, how):
         fd = os.open(self.path, _READ_ONLY | flag)
         self._open.append(fd)
+        self._compare(os.fstat(fd))
         self.descriptor, self.how = (fd, flag != 0), how
+
+    def _compare(self, status):
+        now = identity(status)
+        self._known = self._known or now
+        if now != self._known:
+            what = "was replaced by another file" if now[:2] != self._known[:2] else "was written to"
+            found, expected = (f"{size} bytes of {time.ctime(ns / 1e9)}" for *_, size, ns in (now, self._known))
+            raise CheckpointError(f"{self.path}: {what} during the run: found {found}, expected {expected}")
+
+    def check(self):
+        "CheckpointError unless the file is still the one at its path and has not been written to."
+        try:
+            for status in (os.fstat(self.descriptor[0]), os.stat(self.path)):
+                self._compare(status)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: was removed during the run: {error.strerror}") from None
 
     def _go_buffered(self, why):
         "From now on through the page cache. The first descriptor stays open: another reader may be inside a call on it."
@@ -217,7 +236,12 @@ class File:
                     continue
                 raise CheckpointError(f"{self.path}: reading {nbytes} bytes at offset {offset} failed: {error.strerror}") from None
             if low + done + got < end and (got == 0 or direct and got < PAGE):
-                raise CheckpointError(f"{self.path}: ends at byte {os.fstat(fd).st_size}, but bytes {offset} to {end} are needed")
+                size = os.fstat(fd).st_size
+                if direct and size >= end:  # not the end: what is less than a page cannot be gone on from
+                    self._go_buffered(f"O_DIRECT gave {got} bytes, less than a page")
+                    continue
+                where = f"ends at byte {size}" if size < end else f"gave nothing at byte {low + done} of {size}"
+                raise CheckpointError(f"{self.path}: {where}, but bytes {offset} to {end} are needed")
             done += got if low + done + got >= end or not direct else got - got % PAGE
         if not self.descriptor[1] and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.descriptor[0], low, want, os.POSIX_FADV_DONTNEED)
@@ -277,6 +301,9 @@ small.close()
 # %% [markdown]
 # All shards together, with the account of what was read for which part, and what that came to in whole pages. `log` keeps an event
 # a read for the timelines below.
+#
+# A shard that is written to, replaced or cut off during a run would mix two models in one answer. So each must be the file whose header was
+# read, and `check` asks again when a pass has ended. A read that does not end cannot be told from one that is slow: it is waited for, and said.
 
 # %% tags=["export"]
 class Event(NamedTuple):
@@ -292,10 +319,12 @@ class Files:
     """The shards of one checkpoint, each opened once, and the bytes read from them by part.
 
     `moved` counts what the system was asked for: extents widened to whole pages. `log`, if it is a list, gets an Event a read.
+    `identities`: {path: identity} of files whose headers were read: others are refused. A read that does not end is logged.
     """
 
-    def __init__(self):
-        self._files, self._turn = {}, threading.Lock()
+    def __init__(self, identities=None):
+        self._files, self._identities, self._turn = {}, identities or {}, threading.Lock()
+        self._under_way, self._watcher, self._over = {}, None, threading.Event()  # {thread: (path, offset, began)}
         self._ended = threading.Condition(self._turn)
         self._reading, self._closed = 0, False
         self.bytes_read = {"trunk": 0, "experts": 0, "other": 0}
@@ -347,8 +376,12 @@ class Files:
                 raise CheckpointError(f"{extent.file}: bytes at offset {extent.offset + offset} are asked for after the files were closed")
             file = self._files.get(extent.file)
             if file is None:
-                file = self._files[extent.file] = File(extent.file)
+                file = self._files[extent.file] = File(extent.file, self._identities.get(extent.file))
+            if self._watcher is None:
+                self._watcher = threading.Thread(target=_watch, args=(weakref.ref(self), self._over), name="k3-watch", daemon=True)
+                self._watcher.start()
             self._reading += 1
+            self._under_way[threading.get_ident()] = extent.file, extent.offset + offset, time.perf_counter()
             return file
 
     def _end(self, part, nbytes, moved, read=0.0, worked=0.0):
@@ -356,6 +389,7 @@ class Files:
             self._reading -= 1
             self.seconds[part] += read
             self.seconds["arithmetic"] += worked
+            del self._under_way[threading.get_ident()]
             self.bytes_read[part] += nbytes
             self.moved += moved
             if self._closed:
@@ -392,6 +426,21 @@ class Files:
         "{file name: how it is read} for every file opened so far."
         return {os.path.basename(path): file.how for path, file in sorted(self._files.items())}
 
+    def check(self):
+        "CheckpointError if a file that was opened has been written to, replaced or removed since its header was read."
+        with self._turn:
+            files = [] if self._closed else [*self._files.values()]
+        for file in files:
+            file.check()
+
+    def tell_stalled(self):
+        "Log each read, or run of them, not done after STALL seconds. It is waited for: only the system can know whether it will end."
+        with self._turn:
+            reads, now = [*self._under_way.values()], time.perf_counter()
+        for path, offset, began in reads:
+            if now - began >= STALL:
+                _log.warning("%s: reading from offset %d on is not done after %.0f s; still waiting", path, offset, now - began)
+
     def close(self):
         "Close the shards once the reads under way have ended; later reads raise CheckpointError."
         with self._turn:
@@ -400,6 +449,23 @@ class Files:
                 self._ended.wait()
             for file in self._files.values():
                 file.close()
+        self._over.set()
+        if self._watcher is not None:
+            self._watcher.join()
+
+
+STALL = 60.0  # seconds: longer than any read that is merely slow, and than the first call of a kernel that is still being compiled
+_log = logging.getLogger("k3lib")  # says warnings on stderr unless a program arranges otherwise
+
+
+def _watch(files, over):
+    "The life of a thread that tells of stalled reads. `files`: a weak reference; whoever forgets to close them shall not be kept by it."
+    while not over.wait(STALL):
+        there = files()
+        if there is None:
+            return
+        there.tell_stalled()
+        del there
 
 # %% [markdown]
 # A header can have any length, so a bf16 matrix may begin at an odd address. Kernels take aligned arrays only; such data is moved to the
@@ -1366,7 +1432,7 @@ def _pack_file(checkpoint, names, path, progress):
     extents = [checkpoint.extent(name) for name in names]
     head = header_bytes([(name, e.dtype, e.shape) for name, e in zip(names, extents)])
     offsets = [len(head) + sum(e.nbytes for e in extents[:i]) for i in range(len(extents))]
-    there, part, files = os.path.exists(path), path + ".part", Files()
+    there, part, files = os.path.exists(path), path + ".part", Files(checkpoint.identities)
     try:
         if not there:
             _write_file(files, extents, head, offsets, part)
@@ -1378,6 +1444,7 @@ def _pack_file(checkpoint, names, path, progress):
                 raise CheckpointError(f"{packed}: {name if good else 'header or size'} is not as in {checkpoint.path}: another "
                                       "checkpoint's, or damaged; remove the file to have it written again")
             progress(extent.nbytes)
+        files.check()
     except BaseException:
         if not there and os.path.exists(part):  # half a file is of no use to the next run
             os.unlink(part)
@@ -1391,7 +1458,7 @@ def _pack_file(checkpoint, names, path, progress):
 
 def _write_file(files, extents, head, offsets, part):
     "Header and tensors to `part`, and down to the disk."
-    with open(part, "wb") as target:
+    with writing(part) as target:
         target.write(head)
         target.truncate(offsets[-1] + extents[-1].nbytes)
         for extent, offset in zip(extents, offsets):
@@ -1423,7 +1490,8 @@ class Packed:
 
     def __init__(self, checkpoint, walk, folder):
         self.checkpoint, self.packed = checkpoint, Checkpoint(folder)
-        files = Files()
+        self.identities = checkpoint.identities | self.packed.identities
+        files = Files(self.identities)
         try:
             for name in walk:
                 here, there = self.extent(name), checkpoint.extent(name)

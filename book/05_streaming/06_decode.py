@@ -478,6 +478,7 @@ class Decoder(Model):
         numba.set_num_threads(self.threads)  # per calling thread, so set where the arithmetic starts
         began, waited = time.perf_counter(), self._waited()
         result = super().forward(ids, last_only, watch)
+        self.trunk.files.check()
         self._report.wall_seconds += time.perf_counter() - began
         self._report.io_wait_seconds += self._waited() - waited
         return result
@@ -621,7 +622,7 @@ def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=
     if on_plan is not None:
         on_plan(plan)
     with contextlib.ExitStack() as undo:  # whatever ends this half-way, Ctrl-C among them, ends the readers
-        files, read_before = Files(), read_call_bytes()
+        files, read_before = Files(source.identities), read_call_bytes()
         undo.callback(files.close)
         weights = Trunk(source, walk, plan.pinned, row_multiples(config), files, part_of,
                         plan.slots, plan.slot_bytes, plan.readers, progress, AHEAD)
