@@ -1028,7 +1028,7 @@ class Trunk:
 # block or a lost row would change bytes.
 
 # %%
-from k3lib.linear import linear
+from k3lib.linear import NotFinite, linear
 
 checkpoint = Checkpoint(FOLDER)
 WALK = [name for name in checkpoint.names() if ".layers.0." in name or ".layers.1.self_attn." in name]
@@ -1070,7 +1070,7 @@ print("four rings, in pieces and whole, two passes each, the bytes of the reside
 
 # %% [markdown]
 # Three rings that break the rule, on purpose. The first fills a slot that is still in use, the second gives out a block twice and skips
-# one, the third begins the second pass one block late. All three run without an error; none passes.
+# one, the third begins the second pass one block late. None passes, and if there is an error it is luck.
 
 # %%
 class Hasty(Whole):
@@ -1100,9 +1100,15 @@ class Shifted(Whole):
         return super()._fill(slot, other if late and other.nbytes == read.nbytes else read)
 
 
+def passes(ring):
+    try:
+        return products(2, 20_000, 2, ring=ring).tobytes() == expected.tobytes()
+    except NotFinite:  # float32 read as bf16 has infinities
+        return False
+
+
 for ring in (Hasty, Stuttering, Shifted):
-    wrong = products(2, 20_000, 2, ring=ring)
-    assert wrong.tobytes() != expected.tobytes()
+    assert not passes(ring)
     print(f"{ring.__name__:<11} fails the gate: True")
 
 # %% [markdown]

@@ -226,6 +226,7 @@ for name in ("w1", "w2"):
 
 # %%
 from k3lib import trunk
+from k3lib.linear import NotFinite
 from k3lib.moe import expert_mlp
 
 
@@ -973,7 +974,11 @@ def answers_of(experts, layer, ids, pause=0.05):
 right = [(e, product(whole(1, e))) for e in range(16)]
 for kind, same in ((Experts, True), (Hasty, False)):
     experts = kind(six, Files(), 2, LARGE, 3, range(1, 13))
-    assert (answers_of(experts, 1, range(16)) == right) == same
+    try:
+        agree = answers_of(experts, 1, range(16)) == right
+    except NotFinite:  # scales of another expert's bytes
+        agree = False
+    assert agree == same
     experts.close()
 assert sorted(fetched(2, LARGE, 1, Forgiving)[0]) != expected
 assert fetched(2, LARGE, 1, Boastful)[1].hits != 0
