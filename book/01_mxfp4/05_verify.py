@@ -579,7 +579,7 @@ def run(model):
 
 
 flip(bad / "model-00005-of-000016.safetensors", 83_793, 7)  # back again
-rng, listed, points = np.random.default_rng(0), read_manifest(manifest_path(bad)), []
+rng, listed, points, refused = np.random.default_rng(0), read_manifest(manifest_path(bad)), [], 0
 ids, logits = run(bad)
 for _ in range(40):
     place, bit = int(rng.integers(ends[-1])), int(rng.integers(8))
@@ -587,12 +587,15 @@ for _ in range(40):
     file = bad / Path(extent.file).name
     at = extent.offset + place - int(ends[extents.index(extent)] - extent.nbytes)
     flip(file, at, bit)
-    got, there = run(bad)
     assert hashes(file, [SHA256])[1][SHA256] != listed[file.name]
-    points.append((float(np.abs(there[0] - logits[0]).max()), got != ids))
+    try:
+        got, there = run(bad)
+        points.append((float(np.abs(there[0] - logits[0]).max()), got != ids))
+    except CheckpointError:  # a scale's high bit makes numbers that overflow
+        refused += 1
     flip(file, at, bit)
 changed = sum(different for _, different in points)
-print(f"{changed} of 40 flips change an id, {sum(d == 0 for d, _ in points)} change no logit at all, 40 change the hash")
+print(f"{changed} of 40 flips change an id, {sum(d == 0 for d, _ in points)} change no logit at all, {refused} are refused as damage, 40 change the hash")
 
 # %%
 points.sort()
