@@ -5,7 +5,7 @@ Made from book/05_streaming/04_experts.py: edit that, then run `make export`.
 # built on linear 553a4e3bbffb
 # built on moe de87a7a41ad7
 # built on mxfp4 912a37cabbe0
-# built on trunk 86ee254cc49a
+# built on trunk b299ed07a92b
 
 import heapq
 import itertools
@@ -529,9 +529,11 @@ class Experts:
         else:
             self._calling -= 1
             self._due -= 1
-            self._leave(key)
             if isinstance(result, BaseException):
                 self._failure, self._call = result, None
+                if self._stays(key):  # its bytes may be what was wrong: the next request reads them again
+                    self._kept[key[0]].forget(key[1])
+            self._leave(key)
         if self._due == 0 or self._call is None:
             self._news.notify()
         if self._waiting and (self._ready or self._pending):

@@ -229,7 +229,7 @@ def test_ctrl_c(tmp_path):
     run = running("--json", tmp_path / "r.json")
     run.send_signal(signal.SIGINT)
     output, error = run.communicate()
-    assert run.returncode == 130 and re.fullmatch(r"k3 decode: interrupted after \d+ of 5000 tokens: 468,342[0-9,]*\n", error), error
+    assert run.returncode == 130 and re.fullmatch(r"k3 decode: interrupted after \d+ of 5000 tokens: 468[0-9,]*\n", error), error
     assert "generated ids" not in output and not list(tmp_path.iterdir())
 
 

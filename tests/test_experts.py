@@ -430,6 +430,22 @@ def test_what_was_kept_as_it_arrived_is_a_hit(store, small):
     close(experts)
 
 
+def test_what_could_not_be_used_is_not_kept(store):
+    "Its bytes may be what was wrong, and mended by then."
+    experts = make(store, LAYERS * 4 + 3)
+    consume(experts, store, 0, [1, 2])
+
+    def fails(e, expert):
+        raise ArithmeticError("not finite")
+    experts.request(0, [1])
+    assert experts.hits == 1, "this test needs an expert that was kept"
+    with pytest.raises(ArithmeticError):
+        experts.each(fails, 2)
+    consume(experts, store, 0, [1])
+    assert experts.hits == 1 and experts.files.bytes_read["experts"] == 3 * SIZE
+    close(experts)
+
+
 def test_what_does_not_stay_passes_through_the_front_of_its_slot(store, small):
     "Even where the slot has room for it all: the less memory it goes through the better."
     experts, kept = make(store, LAYERS * 2 + 3, kind=Late), {}

@@ -56,7 +56,7 @@ from k3lib.linear import INNER, KERNEL, TILE, Rows, bf16_to_float32, matmul_rows
 PAGE = 4096  # O_DIRECT wants offsets, lengths and addresses in whole pages
 CORES = numba.config.NUMBA_NUM_THREADS
 MOST_READERS = 64
-ONE_READ = 1 << 30  # Linux moves at most 2 GiB - 4 KiB a call
+ONE_READ = 1 << 26  # Linux moves at most 2 GiB - 4 KiB a call; after less a signal is heard sooner
 ITEMSIZE = {"BF16": 2, "F32": 4, "U8": 1}
 ARRAY_DTYPE = {"BF16": np.uint16, "F32": np.float32, "U8": np.uint8}
 

@@ -858,9 +858,11 @@ class Experts:
         else:
             self._calling -= 1
             self._due -= 1
-            self._leave(key)
             if isinstance(result, BaseException):
                 self._failure, self._call = result, None
+                if self._stays(key):  # its bytes may be what was wrong: the next request reads them again
+                    self._kept[key[0]].forget(key[1])
+            self._leave(key)
         if self._due == 0 or self._call is None:
             self._news.notify()
         if self._waiting and (self._ready or self._pending):
