@@ -4,10 +4,10 @@ Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
 # built on checkpoint 4942423f872c
 # built on config 504f259d5a24
-# built on experts 5786b4c4ed64
-# built on model 4d530b002784
+# built on experts 30ff2d614278
+# built on model da188e068426
 # built on tokenizer 94101d4aa271
-# built on trunk b299ed07a92b
+# built on trunk dc74966b4598
 
 import contextlib
 import ctypes

@@ -5,7 +5,7 @@ Made from book/05_streaming/04_experts.py: edit that, then run `make export`.
 # built on linear 553a4e3bbffb
 # built on moe de87a7a41ad7
 # built on mxfp4 912a37cabbe0
-# built on trunk b299ed07a92b
+# built on trunk dc74966b4598
 
 import heapq
 import itertools
@@ -73,19 +73,25 @@ def _place(at, kept, offset, start):
 
 
 @njit(**KERNEL)
-def _stream_packed(descriptor, offset, rows, piece, slot, at, kept, scale, halves, out, journal):
-    "The rows of a packed matrix at `offset`, read `piece` at a time into slot[at:], one after the other if `kept`; returns the pieces done."
+def _stream_packed(descriptor, offset, rows, piece, slot, at, kept, scale_offset, groups, scale_at, halves, out, journal):
+    """The rows of a packed matrix at `offset`, read `piece` at a time into slot[at:], one after the other if `kept`; before them their
+    scales, [rows, groups] at `scale_offset`, into slot[scale_at:]. Returns the pieces of rows done."""
     journal[0, 1] = clock(WALL)
-    row = 16 * scale.shape[1]
-    for p in range(len(journal) - 1):
+    begin, row = read_piece(descriptor, scale_offset, rows * groups, slot, scale_at, journal, 0), 16 * groups
+    if begin < 0:
+        return 0
+    journal[1, 1] = journal[1, 0]  # nothing to multiply yet
+    scale = slot[begin:begin + rows * groups].reshape(rows, groups)
+    pieces = len(journal) - 2
+    for p in range(pieces):
         first = p * piece
         n, start = min(piece, rows - first), offset + first * row
-        begin = read_piece(descriptor, start, n * row, slot, _place(at, kept, offset, start), journal, p)
+        begin = read_piece(descriptor, start, n * row, slot, _place(at, kept, offset, start), journal, p + 1)
         if begin < 0:
             return p
         mxfp4_rows(slot[begin:begin + n * row].reshape(n, row), scale[first:first + n], halves, out, first)
-        worked(journal, p)
-    return len(journal) - 1
+        worked(journal, p + 1)
+    return pieces
 
 
 class Arriving:
@@ -113,17 +119,24 @@ class Arriving:
     def multiply(self, name, halves, out):
         "As Expert's: out float32 [m, n] = x W^T for W one of w1, w2 and w3, on the calling thread, read piece by piece."
         packed, at = getattr(self.extents, name), getattr(self._places, name)
-        check_fit(packed, getattr(self.extents, name + "_scale"), (len(halves), GROUP * halves.shape[1]), out)
-        scale = self._read(getattr(self.extents, name + "_scale"), 0, None, getattr(self._places, name + "_scale"))
+        scale, scale_at = getattr(self.extents, name + "_scale"), getattr(self._places, name + "_scale")
+        check_fit(packed, scale, (len(halves), GROUP * halves.shape[1]), out)
         n, row = packed.shape
         piece, pieces = pieces_of(n, row)
-        done = self.files.stream(packed, 0, "experts", pieces, lambda descriptor, journal: _stream_packed(
-            descriptor, packed.offset, n, piece, self.slot, at, self.kept, scale, halves, out, journal)) or 0 if COMPILED_READS else 0
-        for first in range(done * piece, n, piece):  # what compiled code could not read
+        done = self.files.stream(packed, 0, "experts", pieces + 1, lambda descriptor, journal: _stream_packed(
+            descriptor, packed.offset, n, piece, self.slot, at, self.kept, scale.offset, scale.shape[1], scale_at, halves, out, journal)
+        ) if COMPILED_READS and scale.file == packed.file else None
+        if done != pieces:  # compiled code could not read them all
+            self._multiply_rest(packed, at, (done or 0) * piece, piece, self._read(scale, 0, None, scale_at), halves, out)
+        self._missing.discard(name)
+
+    def _multiply_rest(self, packed, at, first, piece, scale, halves, out):
+        "From row `first` on, with reads that say what is wrong."
+        n, row = packed.shape
+        for first in range(first, n, piece):
             place = _place.py_func(at, self.kept, packed.offset, packed.offset + first * row)
             rows = self._read(packed, first, min(piece, n - first), place)
             self.files.multiply(rows.nbytes, mxfp4_rows, rows, scale[first:first + piece], halves, out, first)
-        self._missing.discard(name)
 
     def _read(self, extent, first, rows, place):
         n, row = extent.shape
@@ -377,7 +390,7 @@ class Experts:
         self.wait_seconds = 0.0
         self.trace = None
         self._memory = [aligned(nbytes)[:nbytes] for _ in range(slots)]
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()  # as the ring's
         self._work, self._news = threading.Condition(self._turn), threading.Condition(self._turn)  # for readers; for the caller
         self._free = list(range(slots))
         self._kept = Shares(layers, max(0, slots - readers))

@@ -8,7 +8,7 @@ Made from book/05_streaming/05_model.py: edit that, then run `make export`.
 # built on mla 4a89dc7dcccd
 # built on moe de87a7a41ad7
 # built on residual 286db147bd33
-# built on trunk b299ed07a92b
+# built on trunk dc74966b4598
 
 import contextlib
 import dataclasses

@@ -170,7 +170,7 @@ class Files:
     """
 
     def __init__(self, identities=None):
-        self._files, self._identities, self._turn = {}, identities or {}, threading.Lock()
+        self._files, self._identities, self._turn = {}, identities or {}, threading.RLock()
         self._under_way, self._watcher, self._over = {}, None, threading.Event()  # {thread: (path, offset, began)}
         self._ended = threading.Condition(self._turn)
         self._reading, self._closed = 0, False
@@ -213,7 +213,9 @@ class Files:
             with self._turn:
                 for before, (arrived, ended, _, _, nbytes) in zip(journal[:, 1], journal[1:]):
                     if nbytes:
-                        self.log += Event(part, name, before, arrived, int(nbytes)), Event("arithmetic", name, arrived, ended, int(nbytes))
+                        self.log.append(Event(part, name, before, arrived, int(nbytes)))
+                    if ended > arrived:
+                        self.log.append(Event("arithmetic", name, arrived, ended, int(nbytes)))
         return result
 
     def _begin(self, extent, offset):
@@ -359,7 +361,7 @@ class Ring:
         self.files, self.reads, self.slots, self.ahead = files, reads, slots, ahead or slots
         self.memory = [aligned(slot_bytes) for _ in range(slots)]
         self.wait_seconds = 0.0
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
         self._work, self._news = threading.Condition(self._turn), threading.Condition(self._turn)  # for readers; for the consumer
         self._stopped = self._paused = self._failed = False
         self._issued = self._taken = self._first = 0  # next block to read ahead, next to hand out, the one the walk began with

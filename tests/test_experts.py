@@ -3,6 +3,8 @@ import _thread
 import contextlib
 import os
 import random
+import signal
+import sys
 import threading
 import time
 
@@ -259,12 +261,12 @@ def test_what_arrives_has_the_product_of_the_whole(tmp_path, monkeypatch, way, k
 
 
 def test_rows_are_read_by_compiled_code_where_that_can(store, small, way):
-    "Python reads three scales an expert; and each piece only where it must."
+    "Python reads only where it must: then three scales an expert, and each piece."
     count, files = [], Files()
     read, files.read = files.read, lambda *args: [count.append(args), read(*args)][1]
     store.check(0, 0, Arriving(files, store.extents(0, 0), aligned(small)))
     direct = COMPILED_READS and way == "compiled" and File(store.where[0, 0, "w1"].file).how == "direct"
-    assert len(count) == 3 + (0 if direct else 2 + 2 + 2), f"{way}: {len(count)} reads from Python"
+    assert len(count) == (0 if direct else 3 + 2 + 2 + 2), f"{way}: {len(count)} reads from Python"
     assert files.bytes_read["experts"] == SIZE
     files.close()
 
@@ -614,6 +616,39 @@ def test_a_keyboard_interrupt_waits_for_the_calls_and_the_next_request_works(sto
     close(experts)
 
 
+def interrupted_while_it_takes_the_lock_again(thing, wait):
+    "A thread that holds the lock wakes the waiting main thread and interrupts it before letting go; what that thread raises."
+    errors, there = [], threading.Event()
+
+    def hold():
+        there.wait()
+        try:
+            with thing._turn:
+                thing._news.notify_all()
+                time.sleep(0.05)  # now it wants the lock
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.05)
+        except RuntimeError as error:
+            errors.append(error)
+    holder = threading.Thread(target=hold)
+    holder.start()
+    with pytest.raises(KeyboardInterrupt):
+        wait(there)
+    holder.join()
+    return errors
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signal for this")
+def test_an_interrupt_while_the_lock_is_taken_again(store):
+    experts = make(store, 3)
+    experts.request(0, [1])
+    errors = interrupted_while_it_takes_the_lock_again(experts, lambda there: experts.each(
+        lambda e, expert: (there.set(), time.sleep(0.3)), 1))
+    assert not errors, "the interrupted thread gave back a lock that it did not hold"
+    consume(experts, store, 1, range(8), 2)
+    close(experts)
+
+
 def test_an_interrupt_before_anyone_waits_leaves_no_call_behind(store):
     experts = make(store, 3)
     notify_all, calls = experts._work.notify_all, []
@@ -682,9 +717,16 @@ class Stuck(Files):
         self.gate, self.waits = threading.Event(), threading.Event()
 
     def read(self, *args):
+        self._wait()
+        return super().read(*args)
+
+    def stream(self, *args):
+        self._wait()
+        return super().stream(*args)
+
+    def _wait(self):
         self.waits.set()
         assert self.gate.wait(10)
-        return super().read(*args)
 
 
 @pytest.mark.parametrize("passing", [False, True])
@@ -758,7 +800,7 @@ def test_waiting_and_working_are_told_apart(store, small, passing, threads):
     wall, busy = time.perf_counter() - began, experts.files.seconds["arithmetic"]
     assert busy > 1e-3, "eight thousand products of an expert take longer than that"
     assert abs(experts.wait_seconds - (wall - busy / min(threads, CORES))) < 5e-3, f"{experts.wait_seconds} s of {wall} s waiting, {busy} s at work"
-    assert experts.wait_seconds >= (0.06 if passing else 0.01)
+    assert experts.wait_seconds >= (0.03 if passing else 0.01)
     close(experts)
 
 
