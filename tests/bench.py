@@ -174,12 +174,16 @@ def streaming(rounds=5):
     assert one.tobytes() == chunk.tobytes(), "a prompt in one chunk and step by step give different logits"
     singly = (time.perf_counter() - began) / len(prompt)
     pinned.close()
-    floor = k3lib.load(folder, ram=least_budget(folder) + 10**7, context=200)
-    wall, read = steps(floor, rounds), read_alone(floor, experts, rounds)
-    report = floor.report
-    floor.close()
+    low = k3lib.load(folder, ram=least_budget(folder) + 2 * 10**8, context=200)  # room for a chunk of 64
+    wall, read = steps(low, rounds), read_alone(low, experts, rounds)
+    low.reset()
+    began = time.perf_counter()
+    assert low.prefill(prompt).tobytes() == chunk.tobytes(), "a prompt streamed and pinned give different logits"
+    streamed = time.perf_counter() - began
+    report = low.report
+    low.close()
     return {"pinned_step_seconds": compute, "pinned_bytes": pinned.plan.trunk_bytes + experts, "streamed_step_seconds": wall, "read_alone_seconds": read,
-            "prompt64_in_steps": chunked / singly, "files": report.files}
+            "prompt64_in_steps": streamed / wall, "pinned_prompt64_in_steps": chunked / singly, "files": report.files}
 
 
 def full_shape():
@@ -210,7 +214,8 @@ def table(r):
         ("slice from the device / max(read, compute)", f"{s['streamed_step_seconds'] / bound:.2f}", "1.15", s["streamed_step_seconds"] <= 1.15 * bound),
         ("slice, all pinned / (bytes / memory)", f"{s['pinned_step_seconds'] / (s['pinned_bytes'] / 1e9 / memory):.2f}", "1.3",
          s["pinned_step_seconds"] <= 1.3 * s["pinned_bytes"] / 1e9 / memory),
-        ("64-token prompt, in single steps", f"{s['prompt64_in_steps']:.1f}", "16", s["prompt64_in_steps"] <= 16),
+        ("64-token prompt from the device, in single steps", f"{s['prompt64_in_steps']:.1f}", "16", s["prompt64_in_steps"] <= 16),
+        ("64-token prompt, all pinned, in single steps", f"{s['pinned_prompt64_in_steps']:.1f}", "16", s["pinned_prompt64_in_steps"] <= 16),
         ("KDA recurrence, share of a step", f"{o['kda_seconds'] / f['token_seconds']:.1%}", "10%", o["kda_seconds"] <= 0.1 * f["token_seconds"]),
         ("MLA at 4,096 positions, share of a step", f"{o['mla_4096_seconds'] / f['token_seconds']:.1%}", "10%", o["mla_4096_seconds"] <= 0.1 * f["token_seconds"]),
         ("first token, empty kernel cache", f"{c['empty_cache_seconds']:.1f} s", "20", c["empty_cache_seconds"] <= 20),
@@ -248,7 +253,7 @@ def main():
         print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
     print(f"{result['machine']['cpu']}, {result['machine']['cores']} cores, {result['date']}; the full shape and the slice have synthetic weights")
     for what, measured, target, met in table(result):
-        print(f"  {what:<46}{measured:>20}   {'' if met is None else ('met:    ' if met else 'NOT met: ') + target}")
+        print(f"  {what:<50}{measured:>20}   {'' if met is None else ('met:    ' if met else 'NOT met: ') + target}")
     Path(args.json).parent.mkdir(exist_ok=True)
     Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
     figure(result, Path(args.json).with_suffix(".png"))
