@@ -1,5 +1,15 @@
-"Property tests are the same on every run and every machine: a failure seen once is seen again, and none comes by chance."
+"What all tests share: property tests that are the same on every run and every machine, and plans that a test before cannot move."
+import pytest
 from hypothesis import settings
 
+from k3lib import decode
+
+# a failure seen once is seen again, and none comes by chance
 settings.register_profile("book", derandomize=True, deadline=None)
 settings.load_profile("book")
+
+
+@pytest.fixture
+def steady(monkeypatch):
+    "A process of 150 MB to every plan: a real one grows a little between asking for the least budget and spending it."
+    monkeypatch.setattr(decode, "resident_bytes", lambda: 150_000_000)

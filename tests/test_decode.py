@@ -73,7 +73,7 @@ def test_the_number_a_refusal_names_would_do():
         decode.make_plan(config, checkpoint, refused.value.least - 4_000_000, 32)
 
 
-def test_a_plan_never_exceeds_its_budget_and_more_pins_more():
+def test_a_plan_never_exceeds_its_budget_and_more_pins_more(steady):
     config, checkpoint = read_config(MODEL), Checkpoint(MODEL)
     floor = least() + 2_000_000
     shares = []
@@ -168,7 +168,7 @@ def logits(ram, trunk=None):
     return b"".join(rows), model.report
 
 
-def test_a_packed_trunk_changes_where_bytes_come_from_and_no_bit(tmp_path):
+def test_a_packed_trunk_changes_where_bytes_come_from_and_no_bit(tmp_path, steady):
     decode.pack_trunk(MODEL, tmp_path / "trunk")
     plain, report = logits("1GB")
     assert report.trunk is None and "read from the model's own files" in report.text()
@@ -227,7 +227,7 @@ def test_tokens_are_shown_as_they_come(monkeypatch):
     assert happened[first + 7] == f"generated text: {text!r}" and text
 
 
-def test_each_step_tells_what_it_read():
+def test_each_step_tells_what_it_read(steady):
     model = k3lib.load(MODEL, least() + 1_500_000, context=32)
     list(model.generate([1, 2], 3))
     report = model.report

@@ -48,7 +48,7 @@ def least():
     return refused.value.least
 
 
-def test_a_resumed_run_at_another_budget_context_and_number_of_threads(model, saved, tmp_path):
+def test_a_resumed_run_at_another_budget_context_and_number_of_threads(model, saved, tmp_path, steady):
     decode.pack_trunk(MODEL, tmp_path / "trunk")
     for how in ({"ram": least() + 1_000_000, "context": 8, "threads": 1}, {"ram": "1GB", "context": 64, "trunk": tmp_path / "trunk"}):
         other = k3lib.load(MODEL, **how)
@@ -266,7 +266,7 @@ def test_two_models_in_two_threads_share_nothing(saved):
     assert found["a"] == found["a alone"] and found["b"] == found["b alone"]
 
 
-def test_a_damaged_vector_ends_the_readers_too(tmp_path, monkeypatch):
+def test_a_damaged_vector_ends_the_readers_too(monkeypatch, steady):
     before = threading.active_count()
     monkeypatch.setattr(model_module, "kda_state", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
