@@ -29,8 +29,10 @@ def _check_outputs(model, *paths):
     from k3lib.model import UsageError
     given = [Path(path) for path in paths if path is not None]
     for path in given:
-        if not path.name or not path.parent.is_dir():
-            raise FileNotFoundError(f"{str(path)!r}: there is no folder {path.parent} to write it in")
+        if path.is_dir():
+            raise UsageError(f"{path}: is a folder, expected a file to write")
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"{path}: there is no folder {path.parent} to write it in")
         if path.is_symlink() or path.exists() and not path.is_file():
             raise UsageError(f"{path}: is no regular file, so it will not be replaced by one")
         if path.resolve().parent == Path(model).resolve():
@@ -61,7 +63,7 @@ def _run(args, **lists):
     prompt = None if args.prompt is None else os.fsencode(args.prompt)  # bytes the shell gave that are not UTF-8 stay as they are
     if args.prompt_file is not None:
         if not Path(args.prompt_file).is_file():
-            raise FileNotFoundError(f"{args.prompt_file}: {'is a folder' if Path(args.prompt_file).is_dir() else 'no such file'}")
+            raise FileNotFoundError(f"{args.prompt_file}: {'is no regular file' if Path(args.prompt_file).exists() else 'no such file'}")
         prompt = Path(args.prompt_file).read_bytes()
     return decode(args.model, args.ids, prompt, args.max_new_tokens, args.ram, args.trunk, args.threads, show=_say, readers=args.readers, **lists)
 
@@ -85,6 +87,8 @@ def _trace(args):
     from k3lib.experts import EXPERT_BYTES, packed_trace, read_trace, replay_text
     from k3lib.model import UsageError
     if args.replay is not None:
+        if args.out is not None:
+            raise UsageError("--out: is what a recording is written to, and --replay records nothing")
         passes = read_trace(args.replay)
         return _say(replay_text(passes, EXPERT_BYTES if args.model is None else _expert_bytes(args.model, passes)))
     if args.model is None or args.out is None:
@@ -96,10 +100,16 @@ def _trace(args):
 
 
 def _expert_bytes(model, passes):
-    "Bytes of an expert of the model that the passes of a trace belong to."
+    "Bytes of an expert of the model that the passes of a trace belong to. Raises UsageError if they cannot."
     from k3lib.checkpoint import Checkpoint
-    layer, experts = passes[0][0]
-    return sum(extent.nbytes for extent in Checkpoint(model).expert(layer, experts[0]).values())
+    from k3lib.config import read_config
+    from k3lib.model import UsageError
+    config, asked = read_config(model), {(layer, e) for walk in passes for layer, experts in walk for e in experts}
+    for layer, e in sorted(asked):
+        if not config.first_k_dense_replace <= layer < config.num_hidden_layers or e >= config.num_experts:
+            raise UsageError(f"{model}: the trace asks for expert {e} of layer {layer}, but this model has experts 0..{config.num_experts - 1} "
+                             f"in layers {config.first_k_dense_replace}..{config.num_hidden_layers - 1}: the trace is another model's")
+    return sum(extent.nbytes for extent in Checkpoint(model).expert(*min(asked)).values())
 
 
 def _plan(args):
@@ -298,6 +308,8 @@ def _main(args, came):
     try:
         if sys.stdout is None:  # closed by whoever started us: print would lose the answer without a word
             raise OutputLost("standard output is closed")
+        if getattr(args, "model", None) == "":  # the folder this runs in would do for it
+            raise FileNotFoundError("MODEL is empty, expected a folder")
         args.run(args)
         return 0
     except (Exception, KeyboardInterrupt) as error:

@@ -411,7 +411,7 @@ def prepare(folder):
     if not folder.parent.is_dir():
         raise FileNotFoundError(f"{folder.parent}: no such folder to make {folder.name} in")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise SynthError(f"{folder}: exists and is not empty, expected a new or an empty folder")
+        raise SynthError(f"{folder}: {'exists and is not empty' if folder.is_dir() else 'is a file'}, expected a new or an empty folder")
     return folder
 
 

@@ -356,7 +356,7 @@ def verify(path, config=None, check=None, manifest=None, every=False, threads=No
     result = Verified(str(path), sorted(name for name in os.listdir(folder) if _SHARD_FILE.fullmatch(name)))
     result.files = result.shards + [name for name in SMALL if (folder / name).is_file()]
     _look(result, folder, config, check)
-    expected, kept = _expectations(result, folder, manifest), Kept(f"{manifest}.partial")
+    expected, kept = _expectations(result, folder, manifest), Kept(f"{manifest_path(folder)}.partial")
     for line in result.damaged.values():
         show(line)
     result.unknown = [name for name in result.files if not expected[name]]

@@ -122,7 +122,7 @@ def test_missing_and_truncated_shards(model):
     (["--ids", "1", "--ram", "1MB"], ["short", "at least"]),
     (["--ids", "1", "--threads", "1000"], ["threads", "1000"]),
     (["--prompt-file", "nothing.txt"], ["nothing.txt"]),
-    (["--prompt-file", "."], [".: is a folder"]),
+    (["--prompt-file", "."], [".: is no regular file"]),
 ])
 def test_bad_arguments(args, words, tmp_path):
     refused(k3("decode", MODEL, *args, cwd=tmp_path), 2, *words)

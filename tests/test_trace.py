@@ -261,8 +261,17 @@ def test_a_run_is_recorded_and_replayed(tmp_path):
     (["--ids", "1", "--out", "t"], ["MODEL"]),
     ([MODEL, "--ids", "1"], ["--out"]),
     ([MODEL, "--ids", "1", "--out", "no/t"], ["there is no folder no"]),
+    ([MODEL, "--ids", "1", "--out", "."], [".: is a folder"]),
+    (["--replay", "t", "--out", "u"], ["--out", "--replay records nothing"]),
+    (["", "--ids", "1", "--out", "t"], ["MODEL", "empty"]),
     ([MODEL, "--ids", "1,x", "--out", "t"], ["'x'"]),
 ])
 def test_bad_arguments(args, words, tmp_path):
     refused(k3("trace", *args, cwd=tmp_path), 2, *words)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_trace_of_another_model_is_refused(tmp_path):
+    path = tmp_path / "t"
+    path.write_bytes(packed_trace([(layer, e) for layer in (0, 1) for e in (1, 2)]))
+    refused(k3("trace", MODEL, "--replay", path), 2, "expert 1 of layer 0", "another model's")

@@ -289,7 +289,7 @@ print(f"{sum(published_sizes().values()):,} bytes in {len(published_sizes())} fi
 # ## 1.5.6 Taking up where it was broken off
 #
 # Hashing 1.56 TB takes a quarter of an hour on a fast disk and hours on a slow one. Each finished file's hash is appended to
-# `<manifest>.partial` with the file's stamp. A later run believes a line only if the stamp is still the same: a shard that was replaced
+# `MODEL.sha256.partial` with the file's stamp. A later run believes a line only if the stamp is still the same: a shard that was replaced
 # or touched is hashed anew, and so is one whose line was cut off. What this cannot see is a disk that decays in between, so a run that
 # ends well removes the file.
 
@@ -495,7 +495,7 @@ def verify(path, config=None, check=None, manifest=None, every=False, threads=No
     result = Verified(str(path), sorted(name for name in os.listdir(folder) if _SHARD_FILE.fullmatch(name)))
     result.files = result.shards + [name for name in SMALL if (folder / name).is_file()]
     _look(result, folder, config, check)
-    expected, kept = _expectations(result, folder, manifest), Kept(f"{manifest}.partial")
+    expected, kept = _expectations(result, folder, manifest), Kept(f"{manifest_path(folder)}.partial")
     for line in result.damaged.values():
         show(line)
     result.unknown = [name for name in result.files if not expected[name]]
