@@ -203,6 +203,32 @@ def writing(path):
             file.close()
 
 
+def sync_folder(folder):
+    "A new name in a folder is on the disk when the folder is."
+    if hasattr(os, "O_DIRECTORY"):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+@contextmanager
+def whole_file(path):
+    "writing() a file that gets its name when it is complete and on the disk; if anything fails before that, nothing of it stays."
+    path = Path(path)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with writing(part) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+        sync_folder(path.parent)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def identity(status):
     "(device, inode, bytes, time of the last write in ns) of an os.stat: what tells that a file is another, or was written to, since."
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
@@ -808,4 +834,4 @@ def _breaker(checkpoint, part, label, shard, offset):
     return f"{checkpoint._name(first)} lies inside its run in {checkpoint.files[shard]}"
 
 
-__all__ = ['CheckpointError', 'HEADER_MAX', 'PLAIN_MAX', 'RANK_MAX', 'ARRAY_DTYPES', 'ITEMSIZE', 'header_bytes', 'DEPTH_MAX', 'json_object', 'parse_header', 'READ_MAX', 'read_exactly', 'writing', 'identity', 'open_shard', 'small_file', 'read_header', 'PATTERNS_MAX', 'split_name', 'join_name', 'quick_header', 'shard_names', 'INDEX', 'index_pieces', 'check_index', 'Extent', 'EXPERT_TENSORS', 'Checkpoint', 'PARTS', 'part_of', 'Groups', 'Census', 'count', 'Run', 'Contiguity', 'contiguity']
+__all__ = ['CheckpointError', 'HEADER_MAX', 'PLAIN_MAX', 'RANK_MAX', 'ARRAY_DTYPES', 'ITEMSIZE', 'header_bytes', 'DEPTH_MAX', 'json_object', 'parse_header', 'READ_MAX', 'read_exactly', 'writing', 'sync_folder', 'whole_file', 'identity', 'open_shard', 'small_file', 'read_header', 'PATTERNS_MAX', 'split_name', 'join_name', 'quick_header', 'shard_names', 'INDEX', 'index_pieces', 'check_index', 'Extent', 'EXPERT_TENSORS', 'Checkpoint', 'PARTS', 'part_of', 'Groups', 'Census', 'count', 'Run', 'Contiguity', 'contiguity']

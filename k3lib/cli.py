@@ -12,16 +12,9 @@ from pathlib import Path
 
 def _write(path, data):
     "Write bytes to `path`, whole or not at all."
-    from k3lib.checkpoint import writing
-    temporary = Path(f"{path}.part")
-    try:
-        with writing(temporary) as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    from k3lib.checkpoint import whole_file
+    with whole_file(path) as file:
+        file.write(data)
 
 
 def _check_outputs(model, *paths):
@@ -50,7 +43,9 @@ class OutputLost(Exception):
 
 
 def _say(text):
-    "Print, at once. Raises OutputLost."
+    "Print, at once. Raises OutputLost, and KeyboardInterrupt if a signal came whose own was lost in a callback of a library."
+    if _came:
+        raise KeyboardInterrupt
     try:
         print(text, flush=True)
     except (OSError, ValueError) as error:
@@ -254,6 +249,7 @@ def _exit_code(error):
 
 STOPPING = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 GRACE = 1.4  # seconds from a signal to the end, come what may
+_came = []  # signals that this command has had
 
 
 @contextlib.contextmanager
@@ -263,7 +259,8 @@ def _stopping(command):
     Python runs its handler between two instructions. It does not come to that while a read stalls or a kernel is long, so a thread hears of the
     signal too, and ends the process if it is still there after GRACE seconds.
     """
-    came, reader, writer = [], *os.pipe()
+    came, (reader, writer) = _came, os.pipe()
+    came.clear()
 
     def heed(number, frame):
         if not came:

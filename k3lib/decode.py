@@ -2,12 +2,12 @@
 
 Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
-# built on checkpoint 4942423f872c
-# built on config 504f259d5a24
-# built on experts 30ff2d614278
-# built on model da188e068426
-# built on tokenizer 94101d4aa271
-# built on trunk dc74966b4598
+# built on checkpoint b58d7a02cc27
+# built on config e3e1d35a4c85
+# built on experts bc1b3bc00509
+# built on model d0bb4d2062f0
+# built on tokenizer c06b8d1ee8ea
+# built on trunk 720805e99371
 
 import contextlib
 import ctypes

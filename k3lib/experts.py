@@ -5,7 +5,7 @@ Made from book/05_streaming/04_experts.py: edit that, then run `make export`.
 # built on linear 553a4e3bbffb
 # built on moe de87a7a41ad7
 # built on mxfp4 912a37cabbe0
-# built on trunk dc74966b4598
+# built on trunk 720805e99371
 
 import heapq
 import itertools

@@ -2,13 +2,12 @@
 
 Made from book/05_streaming/05_model.py: edit that, then run `make export`.
 """
-# built on checkpoint 4942423f872c
+# built on checkpoint b58d7a02cc27
 # built on kda 9cab8041c843
 # built on linear 553a4e3bbffb
 # built on mla 4a89dc7dcccd
 # built on moe de87a7a41ad7
 # built on residual 286db147bd33
-# built on trunk dc74966b4598
 
 import contextlib
 import dataclasses
@@ -21,13 +20,12 @@ from pathlib import Path
 
 import numpy as np
 
-from k3lib.checkpoint import CheckpointError, header_bytes, open_shard, read_exactly
+from k3lib.checkpoint import CheckpointError, header_bytes, open_shard, read_exactly, whole_file
 from k3lib.kda import KDA_ORDER, kda_layer, kda_state
 from k3lib.linear import NotFinite, bf16_to_float32, check_product, linear, rms_norm
 from k3lib.mla import MLA_ORDER, mla_layer
 from k3lib.moe import DENSE_ORDER, MOE_ORDER, Expert, dense_mlp, moe_layer
 from k3lib.residual import mix
-from k3lib.trunk import _sync
 
 EMBED, HEAD = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
 FINAL = tuple(f"language_model.model.{n}.weight" for n in ("output_attn_res_norm", "output_attn_res_proj", "norm"))
@@ -108,22 +106,6 @@ class StateError(CheckpointError):
 
 STATE_VERSION, ABOUT = 1, 512  # bytes of the description
 PIECE = 1 << 20  # bytes read at a time
-
-
-@contextlib.contextmanager
-def whole_file(path):
-    "A binary file that gets its name when it is complete and on the disk; if anything fails before that, nothing of it stays."
-    path = Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(part, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-        _sync(path.parent)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def about_bytes(about):
@@ -412,4 +394,4 @@ class Model:
         self.trunk.files.close()
 
 
-__all__ = ['EMBED', 'HEAD', 'FINAL', 'LATENT_EPS', 'UsageError', 'BARE', 'PART_ORDER', 'PART_PREFIX', 'NORMS', 'tensor_name', 'layer_parts', 'walk_order', 'row_multiples', 'Weights', 'EXPERT', 'not_finite_in', 'StateError', 'STATE_VERSION', 'ABOUT', 'PIECE', 'whole_file', 'about_bytes', 'file_pieces', 'Model']
+__all__ = ['EMBED', 'HEAD', 'FINAL', 'LATENT_EPS', 'UsageError', 'BARE', 'PART_ORDER', 'PART_PREFIX', 'NORMS', 'tensor_name', 'layer_parts', 'walk_order', 'row_multiples', 'Weights', 'EXPERT', 'not_finite_in', 'StateError', 'STATE_VERSION', 'ABOUT', 'PIECE', 'about_bytes', 'file_pieces', 'Model']

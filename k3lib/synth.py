@@ -2,8 +2,8 @@
 
 Made from book/01_mxfp4/04_synth.py: edit that, then run `make export`.
 """
-# built on checkpoint 4942423f872c
-# built on config 504f259d5a24
+# built on checkpoint b58d7a02cc27
+# built on config e3e1d35a4c85
 
 import hashlib
 import json

@@ -2,7 +2,7 @@
 
 Made from book/05_streaming/02_tokenizer.py: edit that, then run `make export`.
 """
-# built on checkpoint 4942423f872c
+# built on checkpoint b58d7a02cc27
 
 import binascii
 import codecs

@@ -2,7 +2,7 @@
 
 Made from book/05_streaming/03_trunk.py: edit that, then run `make export`.
 """
-# built on checkpoint 4942423f872c
+# built on checkpoint b58d7a02cc27
 # built on linear 553a4e3bbffb
 
 import errno
@@ -26,7 +26,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from k3lib.checkpoint import Checkpoint, CheckpointError, header_bytes, identity, writing
+from k3lib.checkpoint import Checkpoint, CheckpointError, header_bytes, identity, sync_folder, writing
 from k3lib.linear import INNER, KERNEL, TILE, Rows, bf16_to_float32, matmul_rows
 
 PAGE = 4096  # O_DIRECT wants offsets, lengths and addresses in whole pages
@@ -941,7 +941,7 @@ def _pack_file(checkpoint, names, path, progress):
         files.close()
     if not there:
         os.replace(part, path)
-        _sync(os.path.dirname(path))
+        sync_folder(os.path.dirname(path))
 
 
 def _write_file(files, extents, head, offsets, part):
@@ -953,16 +953,6 @@ def _write_file(files, extents, head, offsets, part):
             _copy(files, extent, target, offset)
         target.flush()
         os.fsync(target.fileno())
-
-
-def _sync(folder):
-    "A new name in a folder is on the disk when the folder is."
-    if hasattr(os, "O_DIRECTORY"):
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
 
 class Packed:

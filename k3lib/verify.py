@@ -2,7 +2,7 @@
 
 Made from book/01_mxfp4/05_verify.py: edit that, then run `make export`.
 """
-# built on checkpoint 4942423f872c
+# built on checkpoint b58d7a02cc27
 
 import hashlib
 import os

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from small import write
 
 import k3lib
+from k3lib import checkpoint as checkpoint_module
 from k3lib import decode
 from k3lib import model as model_module
 from k3lib.checkpoint import CheckpointError
@@ -144,7 +145,7 @@ def test_a_full_disk_leaves_the_old_file(model, saved, tmp_path, monkeypatch, wh
 
     class Full:
         def __init__(self, file):
-            self.file, self.flush, self.fileno, self.__dict__["left"] = file, file.flush, file.fileno, 3
+            self.file, self.flush, self.fileno, self.close, self.__dict__["left"] = file, file.flush, file.fileno, file.close, 3
 
         def write(self, data):
             self.left -= 1
@@ -152,19 +153,13 @@ def test_a_full_disk_leaves_the_old_file(model, saved, tmp_path, monkeypatch, wh
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.file.write(data)
 
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            self.file.close()
-
     def no_space(fd):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     if when == "write":
-        monkeypatch.setattr(model_module, "open", lambda *args: Full(open(*args)), raising=False)
+        monkeypatch.setattr(checkpoint_module, "open", lambda *args: Full(open(*args)), raising=False)
     else:
-        monkeypatch.setattr(model_module.os, "fsync", no_space)
+        monkeypatch.setattr(checkpoint_module.os, "fsync", no_space)
     with pytest.raises(OSError, match="No space left"):
         model.save_state(file)
     assert file.read_bytes() == old and [p.name for p in tmp_path.iterdir()] == ["s"]

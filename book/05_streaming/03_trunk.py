@@ -50,7 +50,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from k3lib.checkpoint import Checkpoint, CheckpointError, header_bytes, identity, writing
+from k3lib.checkpoint import Checkpoint, CheckpointError, header_bytes, identity, sync_folder, writing
 from k3lib.linear import INNER, KERNEL, TILE, Rows, bf16_to_float32, matmul_rows
 
 PAGE = 4096  # O_DIRECT wants offsets, lengths and addresses in whole pages
@@ -1462,7 +1462,7 @@ def _pack_file(checkpoint, names, path, progress):
         files.close()
     if not there:
         os.replace(part, path)
-        _sync(os.path.dirname(path))
+        sync_folder(os.path.dirname(path))
 
 
 def _write_file(files, extents, head, offsets, part):
@@ -1474,16 +1474,6 @@ def _write_file(files, extents, head, offsets, part):
             _copy(files, extent, target, offset)
         target.flush()
         os.fsync(target.fileno())
-
-
-def _sync(folder):
-    "A new name in a folder is on the disk when the folder is."
-    if hasattr(os, "O_DIRECTORY"):
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
 # %% [markdown]
 # Reading from it takes one class that looks a tensor up in the folder first. The folder could be of another checkpoint with the same shapes; the first

@@ -45,13 +45,12 @@ from pathlib import Path
 
 import numpy as np
 
-from k3lib.checkpoint import CheckpointError, header_bytes, open_shard, read_exactly
+from k3lib.checkpoint import CheckpointError, header_bytes, open_shard, read_exactly, whole_file
 from k3lib.kda import KDA_ORDER, kda_layer, kda_state
 from k3lib.linear import NotFinite, bf16_to_float32, check_product, linear, rms_norm
 from k3lib.mla import MLA_ORDER, mla_layer
 from k3lib.moe import DENSE_ORDER, MOE_ORDER, Expert, dense_mlp, moe_layer
 from k3lib.residual import mix
-from k3lib.trunk import _sync
 
 EMBED, HEAD = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
 FINAL = tuple(f"language_model.model.{n}.weight" for n in ("output_attn_res_norm", "output_attn_res_proj", "norm"))
@@ -337,22 +336,6 @@ class StateError(CheckpointError):
 
 STATE_VERSION, ABOUT = 1, 512  # bytes of the description
 PIECE = 1 << 20  # bytes read at a time
-
-
-@contextlib.contextmanager
-def whole_file(path):
-    "A binary file that gets its name when it is complete and on the disk; if anything fails before that, nothing of it stays."
-    path = Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(part, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-        _sync(path.parent)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def about_bytes(about):
