@@ -2,10 +2,10 @@
 
 Made from book/05_streaming/04_experts.py: edit that, then run `make export`.
 """
-# built on linear 553a4e3bbffb
-# built on moe de87a7a41ad7
-# built on mxfp4 912a37cabbe0
-# built on trunk 720805e99371
+# built on linear 13012e749312
+# built on moe 764cc6509f4f
+# built on mxfp4 b72ffa0564da
+# built on trunk ca5daaff0336
 
 import heapq
 import itertools

@@ -2,14 +2,14 @@
 
 Made from book/01_mxfp4/03_linear.py: edit that, then run `make export`.
 """
-# built on mxfp4 912a37cabbe0
+# built on mxfp4 b72ffa0564da
 
 import numpy as np
 from llvmlite import ir
 from numba import get_num_threads, njit, prange, types
 from numba.extending import intrinsic
 
-from k3lib.mxfp4 import INNER, KERNEL, aligned, fma, fma16, load16, load16_part, prefetch, put4, sum16, zeros4, zeros16
+from k3lib.mxfp4 import INNER, KERNEL, aligned, fma, fma16, load16, load16_part, load32, prefetch, put4, sum16, zeros4, zeros16
 
 LANES = 16
 
@@ -91,11 +91,17 @@ AHEAD = 1024  # elements: what is asked of memory this early has come when its t
 @njit(**INNER)
 def _load4(w, i, k):
     "Sixteen elements of each of four rows of length k."
+    return load16(w, i), load16(w, i + k), load16(w, i + 2 * k), load16(w, i + 3 * k)
+
+
+@njit(**INNER)
+def _load4_twice(w, i, k):
+    "The same of the sixteen after them too. A step of 32 bf16 is a cache line of each row, so each is asked for once."
     prefetch(w, i + AHEAD)
     prefetch(w, i + k + AHEAD)
     prefetch(w, i + 2 * k + AHEAD)
     prefetch(w, i + 3 * k + AHEAD)
-    return load16(w, i), load16(w, i + k), load16(w, i + 2 * k), load16(w, i + 3 * k)
+    return load32(w, i), load32(w, i + k), load32(w, i + 2 * k), load32(w, i + 3 * k)
 
 
 @njit(**INNER)
@@ -109,33 +115,40 @@ def _fma4(w, v, acc):
 
 
 @njit(**INNER)
+def _fma4_twice(w, v, acc):
+    return (fma16(w[0][1], v[1], fma16(w[0][0], v[0], acc[0])), fma16(w[1][1], v[1], fma16(w[1][0], v[0], acc[1])),
+            fma16(w[2][1], v[1], fma16(w[2][0], v[0], acc[2])), fma16(w[3][1], v[1], fma16(w[3][0], v[0], acc[3])))
+
+
+@njit(**INNER)
 def _rows4(w, i, k, x, j, out, t, r):
     a = zeros4()
-    whole = k - k % LANES
-    for m in range(0, whole, LANES):
-        a = _fma4(_load4(w, i + m, k), load16(x, j + m), a)
-    if whole < k:
-        a = _fma4(_load4_part(w, i + whole, k, k - whole), load16_part(x, j + whole, k - whole), a)
+    whole = k - k % (2 * LANES)
+    for m in range(0, whole, 2 * LANES):
+        a = _fma4_twice(_load4_twice(w, i + m, k), load32(x, j + m), a)
+    for m in range(whole, k, LANES):
+        n = min(LANES, k - m)
+        a = _fma4(_load4_part(w, i + m, k, n), load16_part(x, j + m, n), a)
     put4(out, t, r, a)
 
 
 @njit(**INNER)
 def _rows4_tokens4(w, i, k, x, j, stride, out, t, r):
     a = b = c = d = zeros4()
-    whole = k - k % LANES
-    for m in range(0, whole, LANES):
-        v = _load4(w, i + m, k)
-        a = _fma4(v, load16(x, j + m), a)
-        b = _fma4(v, load16(x, j + stride + m), b)
-        c = _fma4(v, load16(x, j + 2 * stride + m), c)
-        d = _fma4(v, load16(x, j + 3 * stride + m), d)
-    if whole < k:
-        n = k - whole
-        v = _load4_part(w, i + whole, k, n)
-        a = _fma4(v, load16_part(x, j + whole, n), a)
-        b = _fma4(v, load16_part(x, j + stride + whole, n), b)
-        c = _fma4(v, load16_part(x, j + 2 * stride + whole, n), c)
-        d = _fma4(v, load16_part(x, j + 3 * stride + whole, n), d)
+    whole = k - k % (2 * LANES)
+    for m in range(0, whole, 2 * LANES):
+        v = _load4_twice(w, i + m, k)
+        a = _fma4_twice(v, load32(x, j + m), a)
+        b = _fma4_twice(v, load32(x, j + stride + m), b)
+        c = _fma4_twice(v, load32(x, j + 2 * stride + m), c)
+        d = _fma4_twice(v, load32(x, j + 3 * stride + m), d)
+    for m in range(whole, k, LANES):
+        n = min(LANES, k - m)
+        v = _load4_part(w, i + m, k, n)
+        a = _fma4(v, load16_part(x, j + m, n), a)
+        b = _fma4(v, load16_part(x, j + stride + m, n), b)
+        c = _fma4(v, load16_part(x, j + 2 * stride + m, n), c)
+        d = _fma4(v, load16_part(x, j + 3 * stride + m, n), d)
     put4(out, t, r, a)
     put4(out, t + 1, r, b)
     put4(out, t + 2, r, c)

@@ -3,11 +3,11 @@
 Made from book/05_streaming/05_model.py: edit that, then run `make export`.
 """
 # built on checkpoint b58d7a02cc27
-# built on kda 9cab8041c843
-# built on linear 553a4e3bbffb
-# built on mla 4a89dc7dcccd
-# built on moe de87a7a41ad7
-# built on residual 286db147bd33
+# built on kda f5386d46a869
+# built on linear 13012e749312
+# built on mla 931db896b833
+# built on moe 764cc6509f4f
+# built on residual bc2b94b80f6d
 
 import contextlib
 import dataclasses

@@ -2,9 +2,9 @@
 
 Made from book/04_moe_router/02_moe.py: edit that, then run `make export`.
 """
-# built on linear 553a4e3bbffb
-# built on mxfp4 912a37cabbe0
-# built on router c347aaf26f99
+# built on linear 13012e749312
+# built on mxfp4 b72ffa0564da
+# built on router c5608e0cb171
 
 from typing import NamedTuple
 

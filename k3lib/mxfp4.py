@@ -27,7 +27,7 @@ def decode(packed, scale):
 
 
 KERNEL = dict(cache=True, nogil=True, error_model="numpy")  # nogil: readers go on while a kernel runs
-INNER = dict(KERNEL, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # called by kernels only: a quarter less to compile
+INNER = dict(KERNEL, no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)  # called by kernels only; own no array, count no references
 
 _F32, _I8, _I16, _I32 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32)
 
@@ -140,13 +140,15 @@ def mul16(typingctx, a, b):
     return f32x16(f32x16, f32x16), lambda context, builder, sig, args: builder.fmul(*args)
 
 
+def _in_all_lanes(builder, x):
+    v = builder.insert_element(ir.Constant(_vector(_F32), ir.Undefined), x, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(v, ir.Constant(_vector(_F32), ir.Undefined), _splat(_vector(_I32), 0))
+
+
 @intrinsic
 def splat16(typingctx, x):
     "(x) -> x in all sixteen lanes."
-    def codegen(context, builder, sig, args):
-        v = builder.insert_element(ir.Constant(_vector(_F32), ir.Undefined), args[0], ir.Constant(_I32, 0))
-        return builder.shuffle_vector(v, ir.Constant(_vector(_F32), ir.Undefined), _splat(_vector(_I32), 0))
-    return f32x16(types.float32), codegen
+    return f32x16(types.float32), lambda context, builder, sig, args: _in_all_lanes(builder, *args)
 
 
 @intrinsic
@@ -236,10 +238,51 @@ def high16(typingctx, packed, i):
     return f32x16(packed, types.intp), _nibbles(high=True)
 
 
+def _widened(context, builder, v):
+    "Thirty-two bf16 words as two vectors of sixteen float32."
+    by_permutation = "+avx512bw" in _target(context)[1]
+    if by_permutation:
+        upper = builder.asm(ir.FunctionType(_I32, [_I32]), "", "=r,0", [ir.Constant(_I32, 0xaaaaaaaa)], side_effect=False)
+        upper.attributes.add("readnone")  # once, outside the loop
+        upper = builder.bitcast(upper, ir.VectorType(ir.IntType(1), 32))
+    for first in (0, 16):
+        if by_permutation:
+            words = _intrinsic(builder, "llvm.x86.avx512.permvar.hi.512", v.type, v, ir.Constant(v.type, [first + i // 2 for i in range(32)]))
+            yield builder.bitcast(builder.select(upper, words, ir.Constant(v.type, None)), _vector(_F32))
+        else:
+            yield _to_float(builder, _half(builder, v, first), types.uint16)
+
+
+def _half(builder, v, first):
+    return builder.shuffle_vector(v, v, ir.Constant(_vector(_I32), list(range(first, first + 16))))
+
+
+@intrinsic
+def load32(typingctx, a, i):
+    "(a, i) -> (a[i:i+16], a[i+16:i+32]), each as load16 has it."
+    def codegen(context, builder, sig, args):
+        element, align = _element(sig.args[0])
+        v = builder.load(_pointer(context, builder, sig.args[0], args[0], args[1], ir.VectorType(element, 32)), align=align)
+        parts = _widened(context, builder, v) if element == _I16 else [_half(builder, v, first) for first in (0, 16)]
+        return context.make_tuple(builder, sig.return_type, list(parts))
+    return types.UniTuple(f32x16, 2)(a, types.intp), codegen
+
+
+@intrinsic
+def look_up16(typingctx, table, codes, i):
+    "(table, codes, i) -> table[codes[i]] in all sixteen lanes, for flat arrays float32 [256] and uint8."
+    def codegen(context, builder, sig, args):
+        code = builder.load(_pointer(context, builder, sig.args[1], args[1], args[2], _I8))
+        value = builder.load(_pointer(context, builder, sig.args[0], args[0], builder.zext(code, args[2].type), _F32))
+        return _in_all_lanes(builder, value)
+    return f32x16(table, codes, types.intp), codegen
+
+
 @njit(**INNER)
 def _unpack(p, s, g):
     "Group g of the matrix: twice its even weights, twice its odd weights, half its scale."
-    return low16(p, 16 * g), high16(p, 16 * g), splat16(HALF_SCALE[s[g]])
+    high = high16(p, 16 * g)
+    return low16(p, 16 * g), high, look_up16(HALF_SCALE, s, g)
 
 
 @njit(**INNER)
@@ -405,4 +448,4 @@ def mxfp4_matmul(packed, scale, x, out):
     return out
 
 
-__all__ = ['E2M1', 'SCALE', 'GROUP', 'decode', 'KERNEL', 'INNER', 'F32x16', 'f32x16', 'zeros16', 'load16', 'load16_part', 'store16', 'fma16', 'mul16', 'splat16', 'sum16', 'fma', 'TWICE_E2M1', 'HALF_SCALE', 'low16', 'high16', 'prefetch', 'zeros4', 'put4', 'TILE', 'mxfp4_rows', 'aligned', 'halved', 'check_fit', 'mxfp4_matmul']
+__all__ = ['E2M1', 'SCALE', 'GROUP', 'decode', 'KERNEL', 'INNER', 'F32x16', 'f32x16', 'zeros16', 'load16', 'load16_part', 'store16', 'fma16', 'mul16', 'splat16', 'sum16', 'fma', 'TWICE_E2M1', 'HALF_SCALE', 'low16', 'high16', 'load32', 'look_up16', 'prefetch', 'zeros4', 'put4', 'TILE', 'mxfp4_rows', 'aligned', 'halved', 'check_fit', 'mxfp4_matmul']

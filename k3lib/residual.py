@@ -2,7 +2,7 @@
 
 Made from book/03_mla/02_residual.py: edit that, then run `make export`.
 """
-# built on linear 553a4e3bbffb
+# built on linear 13012e749312
 
 import numpy as np
 from numba import njit

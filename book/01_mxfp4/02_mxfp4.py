@@ -333,7 +333,7 @@ for lanes, s in sums.items():
 
 # %% tags=["export"]
 KERNEL = dict(cache=True, nogil=True, error_model="numpy")  # nogil: readers go on while a kernel runs
-INNER = dict(KERNEL, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # called by kernels only: a quarter less to compile
+INNER = dict(KERNEL, no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)  # called by kernels only; own no array, count no references
 
 _F32, _I8, _I16, _I32 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32)
 
@@ -363,6 +363,10 @@ class _F32x16Model(models.PrimitiveModel):
 
 
 # %% [markdown]
+# Numba counts the users of an array as Python does: each function that is handed one adds one to a counter and takes it off again, atomically.
+# For a matrix taken four rows at a time that is six atomic steps every microsecond, on counters that all threads share. The caller holds
+# its arrays anyway, so what is called by kernels only (`INNER`) counts nothing: `_nrt=False`. Chapter 1.3 measures what that is worth.
+#
 # Numba's cache on disk looks at one function's text only. In a notebook, where you will edit a function that others inline, that would run
 # old code: here nothing is cached.
 
@@ -463,13 +467,15 @@ def mul16(typingctx, a, b):
     return f32x16(f32x16, f32x16), lambda context, builder, sig, args: builder.fmul(*args)
 
 
+def _in_all_lanes(builder, x):
+    v = builder.insert_element(ir.Constant(_vector(_F32), ir.Undefined), x, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(v, ir.Constant(_vector(_F32), ir.Undefined), _splat(_vector(_I32), 0))
+
+
 @intrinsic
 def splat16(typingctx, x):
     "(x) -> x in all sixteen lanes."
-    def codegen(context, builder, sig, args):
-        v = builder.insert_element(ir.Constant(_vector(_F32), ir.Undefined), args[0], ir.Constant(_I32, 0))
-        return builder.shuffle_vector(v, ir.Constant(_vector(_F32), ir.Undefined), _splat(_vector(_I32), 0))
-    return f32x16(types.float32), codegen
+    return f32x16(types.float32), lambda context, builder, sig, args: _in_all_lanes(builder, *args)
 
 
 @intrinsic
@@ -633,6 +639,56 @@ def high16(typingctx, packed, i):
     return f32x16(packed, types.intp), _nibbles(high=True)
 
 
+# %% [markdown]
+# The same question decides how the next chapter's bf16 is widened. Zero-extending sixteen words and shifting them up are two vector
+# instructions. A permutation of words that leaves zeros where its mask is off (AVX-512BW) is one, and takes 32 words from one load. LLVM knows
+# that too, and would "improve" it: permuting with zeros as the second table, three instructions. A line of assembly that does nothing keeps
+# from it that the mask is a constant.
+
+# %% tags=["export"]
+def _widened(context, builder, v):
+    "Thirty-two bf16 words as two vectors of sixteen float32."
+    by_permutation = "+avx512bw" in _target(context)[1]
+    if by_permutation:
+        upper = builder.asm(ir.FunctionType(_I32, [_I32]), "", "=r,0", [ir.Constant(_I32, 0xaaaaaaaa)], side_effect=False)
+        upper.attributes.add("readnone")  # once, outside the loop
+        upper = builder.bitcast(upper, ir.VectorType(ir.IntType(1), 32))
+    for first in (0, 16):
+        if by_permutation:
+            words = _intrinsic(builder, "llvm.x86.avx512.permvar.hi.512", v.type, v, ir.Constant(v.type, [first + i // 2 for i in range(32)]))
+            yield builder.bitcast(builder.select(upper, words, ir.Constant(v.type, None)), _vector(_F32))
+        else:
+            yield _to_float(builder, _half(builder, v, first), types.uint16)
+
+
+def _half(builder, v, first):
+    return builder.shuffle_vector(v, v, ir.Constant(_vector(_I32), list(range(first, first + 16))))
+
+
+@intrinsic
+def load32(typingctx, a, i):
+    "(a, i) -> (a[i:i+16], a[i+16:i+32]), each as load16 has it."
+    def codegen(context, builder, sig, args):
+        element, align = _element(sig.args[0])
+        v = builder.load(_pointer(context, builder, sig.args[0], args[0], args[1], ir.VectorType(element, 32)), align=align)
+        parts = _widened(context, builder, v) if element == _I16 else [_half(builder, v, first) for first in (0, 16)]
+        return context.make_tuple(builder, sig.return_type, list(parts))
+    return types.UniTuple(f32x16, 2)(a, types.intp), codegen
+
+
+# %%
+@njit
+def both(a):
+    values = np.empty(32, np.float32)
+    low, high = load32(a, 1)
+    store16(values, 0, low)
+    store16(values, 16, high)
+    return values
+
+
+words = np.arange(33, dtype=np.uint16) * 1927 + 5
+assert both(words).tobytes() == (words[1:].astype(np.uint32) << 16).tobytes() and both(words.astype(np.float32)).tolist() == words[1:].tolist()
+
 # %%
 @njit
 def nibbles(packed):
@@ -656,11 +712,27 @@ nibbles(every[:16].copy())[:16]
 #
 # $$a_l \leftarrow \mathrm{fma}\bigl(\mathrm{fma}(h_l, x_{2l+1}, \mathrm{mul}(g_l, x_{2l})),\; 2^{e-128},\; a_l\bigr), \qquad g = 2 v_{\text{low}},\; h = 2 v_{\text{high}}$$
 
+#
+# Two details of the unpacking are worth a line. An index of Python may be negative, and numba asks: four
+# instructions for each scale byte, so the look-up is an intrinsic too. And the high nibbles come first: their shift is the last to
+# need the bytes untouched, so the permutation of the low ones may overwrite them, and no register has to be cleared for its result.
+
 # %% tags=["export"]
+@intrinsic
+def look_up16(typingctx, table, codes, i):
+    "(table, codes, i) -> table[codes[i]] in all sixteen lanes, for flat arrays float32 [256] and uint8."
+    def codegen(context, builder, sig, args):
+        code = builder.load(_pointer(context, builder, sig.args[1], args[1], args[2], _I8))
+        value = builder.load(_pointer(context, builder, sig.args[0], args[0], builder.zext(code, args[2].type), _F32))
+        return _in_all_lanes(builder, value)
+    return f32x16(table, codes, types.intp), codegen
+
+
 @njit(**INNER)
 def _unpack(p, s, g):
     "Group g of the matrix: twice its even weights, twice its odd weights, half its scale."
-    return low16(p, 16 * g), high16(p, 16 * g), splat16(HALF_SCALE[s[g]])
+    high = high16(p, 16 * g)
+    return low16(p, 16 * g), high, look_up16(HALF_SCALE, s, g)
 
 
 @njit(**INNER)
@@ -1004,8 +1076,9 @@ plt.show()
 
 # %% [markdown]
 # The look-up matters until memory sets the pace; then four rows alone can even be a step back, and the best step is no arithmetic at all:
-# asking for the next rows in time. Three things tried here gave nothing: loading scale bytes without Python's negative-index check, two
-# rows a pass in place of four, and asking for scale bytes ahead too.
+# asking for the next rows in time. Two things tried here gave nothing: two rows a pass in place of four, and
+# asking for scale bytes ahead too. With everything in the cache and two threads that share a core's execution units, as chapter 5.4 has it, it is
+# instructions that count: three for a pair of products in each lane, four to unpack it.
 
 # %% [markdown]
 # ## Summary

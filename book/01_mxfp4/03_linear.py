@@ -29,7 +29,7 @@ from llvmlite import ir
 from numba import get_num_threads, njit, prange, types
 from numba.extending import intrinsic
 
-from k3lib.mxfp4 import INNER, KERNEL, aligned, fma, fma16, load16, load16_part, prefetch, put4, sum16, zeros4, zeros16
+from k3lib.mxfp4 import INNER, KERNEL, aligned, fma, fma16, load16, load16_part, load32, prefetch, put4, sum16, zeros4, zeros16
 
 LANES = 16
 
@@ -239,11 +239,17 @@ AHEAD = 1024  # elements: what is asked of memory this early has come when its t
 @njit(**INNER)
 def _load4(w, i, k):
     "Sixteen elements of each of four rows of length k."
+    return load16(w, i), load16(w, i + k), load16(w, i + 2 * k), load16(w, i + 3 * k)
+
+
+@njit(**INNER)
+def _load4_twice(w, i, k):
+    "The same of the sixteen after them too. A step of 32 bf16 is a cache line of each row, so each is asked for once."
     prefetch(w, i + AHEAD)
     prefetch(w, i + k + AHEAD)
     prefetch(w, i + 2 * k + AHEAD)
     prefetch(w, i + 3 * k + AHEAD)
-    return load16(w, i), load16(w, i + k), load16(w, i + 2 * k), load16(w, i + 3 * k)
+    return load32(w, i), load32(w, i + k), load32(w, i + 2 * k), load32(w, i + 3 * k)
 
 
 @njit(**INNER)
@@ -257,33 +263,40 @@ def _fma4(w, v, acc):
 
 
 @njit(**INNER)
+def _fma4_twice(w, v, acc):
+    return (fma16(w[0][1], v[1], fma16(w[0][0], v[0], acc[0])), fma16(w[1][1], v[1], fma16(w[1][0], v[0], acc[1])),
+            fma16(w[2][1], v[1], fma16(w[2][0], v[0], acc[2])), fma16(w[3][1], v[1], fma16(w[3][0], v[0], acc[3])))
+
+
+@njit(**INNER)
 def _rows4(w, i, k, x, j, out, t, r):
     a = zeros4()
-    whole = k - k % LANES
-    for m in range(0, whole, LANES):
-        a = _fma4(_load4(w, i + m, k), load16(x, j + m), a)
-    if whole < k:
-        a = _fma4(_load4_part(w, i + whole, k, k - whole), load16_part(x, j + whole, k - whole), a)
+    whole = k - k % (2 * LANES)
+    for m in range(0, whole, 2 * LANES):
+        a = _fma4_twice(_load4_twice(w, i + m, k), load32(x, j + m), a)
+    for m in range(whole, k, LANES):
+        n = min(LANES, k - m)
+        a = _fma4(_load4_part(w, i + m, k, n), load16_part(x, j + m, n), a)
     put4(out, t, r, a)
 
 
 @njit(**INNER)
 def _rows4_tokens4(w, i, k, x, j, stride, out, t, r):
     a = b = c = d = zeros4()
-    whole = k - k % LANES
-    for m in range(0, whole, LANES):
-        v = _load4(w, i + m, k)
-        a = _fma4(v, load16(x, j + m), a)
-        b = _fma4(v, load16(x, j + stride + m), b)
-        c = _fma4(v, load16(x, j + 2 * stride + m), c)
-        d = _fma4(v, load16(x, j + 3 * stride + m), d)
-    if whole < k:
-        n = k - whole
-        v = _load4_part(w, i + whole, k, n)
-        a = _fma4(v, load16_part(x, j + whole, n), a)
-        b = _fma4(v, load16_part(x, j + stride + whole, n), b)
-        c = _fma4(v, load16_part(x, j + 2 * stride + whole, n), c)
-        d = _fma4(v, load16_part(x, j + 3 * stride + whole, n), d)
+    whole = k - k % (2 * LANES)
+    for m in range(0, whole, 2 * LANES):
+        v = _load4_twice(w, i + m, k)
+        a = _fma4_twice(v, load32(x, j + m), a)
+        b = _fma4_twice(v, load32(x, j + stride + m), b)
+        c = _fma4_twice(v, load32(x, j + 2 * stride + m), c)
+        d = _fma4_twice(v, load32(x, j + 3 * stride + m), d)
+    for m in range(whole, k, LANES):
+        n = min(LANES, k - m)
+        v = _load4_part(w, i + m, k, n)
+        a = _fma4(v, load16_part(x, j + m, n), a)
+        b = _fma4(v, load16_part(x, j + stride + m, n), b)
+        c = _fma4(v, load16_part(x, j + 2 * stride + m, n), c)
+        d = _fma4(v, load16_part(x, j + 3 * stride + m, n), d)
     put4(out, t, r, a)
     put4(out, t + 1, r, b)
     put4(out, t + 2, r, c)
@@ -751,6 +764,7 @@ def median_seconds(cases):
 # %% [markdown]
 # The rungs: NumPy widens the matrix and multiplies; a numba loop adds in order, one number after the other; `_dot` gives each row lanes;
 # `linear` takes four rows a pass and asks ahead; with four tokens each weight is read once for all, and then it matters where $x$ begins.
+# One rung is a step back on purpose: the same four rows, but as a function that counts references (1.2.8).
 
 # %%
 @njit(parallel=True)
@@ -769,6 +783,19 @@ def row_by_row(w, x, out):
         out[0, r] = _dot(flat, r * k, x.reshape(-1), 0, k)
 
 
+counting = njit(**{**INNER, "_nrt": True})(_rows4.py_func)
+
+
+def by_four(four):
+    "x[0] W^T with `four`, _rows4 or its like, on all threads."
+    @njit(parallel=True)
+    def kernel(w, x, out):
+        flat, xs, k = w.reshape(-1), x.reshape(-1), w.shape[1]
+        for r in prange(w.shape[0] // 4):
+            four(flat, 4 * r * k, k, xs, 0, out, 0, 4 * r)
+    return kernel
+
+
 # %% tags=["nbval-ignore-output"]
 pattern = (rng.standard_normal((rows // 16, width)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
 w = np.concatenate([pattern] * 16)
@@ -779,10 +806,12 @@ crooked = aligned((4 * width + 4,))[4:].reshape(4, width)  # 16 bytes past a cac
 crooked[:] = x4
 out1, out4 = (np.empty((t, rows), np.float32) for t in (1, 4))
 large = np.ones(80_000_000, np.float32)
+counted, uncounted = by_four(counting), by_four(_rows4)
 cases = {
     "numpy: widen, then @": (lambda: bf16_to_float32(w) @ x1[0], 1, 2 + 8 + 8 + 4),
     "numba: in order": (lambda: in_order(w, x1, out1), 1, 2),
     "row by row, 16 lanes": (lambda: row_by_row(w, x1, out1), 1, 2),
+    "four rows, references counted": (lambda: counted(w, x1, out1), 1, 2),
     "four rows: linear": (lambda: linear(Rows(w), x1, out1), 1, 2),
     "four tokens, x not aligned": (lambda: _matmul(w, crooked, out4, 0), 4, 0.5),
     "four tokens: linear": (lambda: linear(Rows(w), x4, out4), 4, 0.5),
@@ -791,9 +820,9 @@ seconds = median_seconds({"read": lambda: read_sum(large), **{name: run for name
 bandwidth = large.nbytes / seconds.pop("read")
 rates = {name: rows * width * tokens / seconds[name] for name, (_, tokens, _) in cases.items()}
 assert out1.tobytes() == out4[:1].tobytes()
-print(f"{'':28}      ms   G weights/s   bytes/weight    GB/s   (memory reads {bandwidth / 1e9:.1f} GB/s)")
+print(f"{'':30}      ms   G weights/s   bytes/weight    GB/s   (memory reads {bandwidth / 1e9:.1f} GB/s)")
 for name, (_, tokens, moved) in cases.items():
-    print(f"{name:28} {1e3 * seconds[name]:7.1f} {rates[name] / 1e9:13.2f} {moved:14.1f} {rates[name] * moved / 1e9:7.1f}")
+    print(f"{name:30} {1e3 * seconds[name]:7.1f} {rates[name] / 1e9:13.2f} {moved:14.1f} {rates[name] * moved / 1e9:7.1f}")
 print(f"the trunk at this bandwidth: {trunk / bandwidth:.1f} s a token")
 
 # %% tags=["nbval-ignore-output"]
@@ -804,6 +833,20 @@ ax.set(xlabel="G weights × tokens a second", title="Four rows in lanes reach me
 ax.invert_yaxis()
 ax.legend()
 plt.show()
+
+# %% [markdown]
+# What counting costs shows fully where memory does not hide it: rows that are in the cache, as chapter 5.3 has them, here 36 of them.
+
+# %% tags=["nbval-ignore-output"]
+near = w[:36].copy()
+
+
+def often(kernel):
+    return lambda: [kernel(near, x1, out1) for _ in range(200)]
+
+
+seconds = median_seconds({"counted": often(counted), "uncounted": often(uncounted)})
+print(", ".join(f"references {name}: {200 * near.nbytes / s / 1e9:.1f} GB/s" for name, s in seconds.items()))
 
 # %% [markdown]
 # `linear` can pass the dashed line: the plain sum that drew it leaves the asking to the hardware. What failed first for several tokens was
