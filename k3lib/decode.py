@@ -4,10 +4,10 @@ Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
 # built on checkpoint b58d7a02cc27
 # built on config e3e1d35a4c85
-# built on experts 5a0a8b96a355
+# built on experts 0293cde37049
 # built on model 562d65785ac9
 # built on tokenizer c06b8d1ee8ea
-# built on trunk ca5daaff0336
+# built on trunk 1d811c4d634d
 
 import contextlib
 import ctypes

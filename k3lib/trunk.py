@@ -592,6 +592,7 @@ def row_blocks(extent, multiple, slot_bytes, part):
 
 COMPILED_READS = sys.platform == "linux" and sys.maxsize > 2**32  # elsewhere the same reads are made from Python, a slot at a time
 PIECE = 1 << 19  # bytes read and multiplied at a time: two readers' pieces and a vector stay in a core's own cache
+GOLDEN = (3 - math.sqrt(5)) / 2  # of the pieces lie between two draws: no other step keeps so many draws in a row apart
 WALL, BUSY = 1, 3  # Linux's numbers of two clocks: that of time.perf_counter, and the processor time of this thread
 
 
@@ -659,21 +660,22 @@ def draw(counter):
 
 
 @njit(**KERNEL)
-def _stream_rows(descriptor, offset, rows, piece, slot, elements, k, x, out, first, drawn, journal):
+def _stream_rows(descriptor, offset, rows, piece, stride, slot, elements, k, x, out, first, drawn, journal):
     """Rows [rows, k] at `offset`, read `piece` at a time into `slot`, of which `elements` is another view, as long as `drawn` gives
     pieces. Returns the number that is no piece any more, or that of a piece which did not come as it should."""
     journal[0, 1] = clock(WALL)
-    row, done = k * elements.itemsize, 0
+    row, done, pieces = k * elements.itemsize, 0, -(-rows // piece)
     while True:
         p = draw(drawn)
-        n = min(piece, rows - p * piece)
-        if n <= 0:
+        if p >= pieces:
             return p
-        begin = read_piece(descriptor, offset + p * piece * row, n * row, slot, 0, journal, done)
+        at = p * stride % pieces * piece
+        n = min(piece, rows - at)
+        begin = read_piece(descriptor, offset + at * row, n * row, slot, 0, journal, done)
         if begin < 0 or begin % elements.itemsize:
             return p
         start = begin // elements.itemsize
-        matmul_rows(elements[start:start + n * k].reshape(n, k), x, out, first + p * piece)
+        matmul_rows(elements[start:start + n * k].reshape(n, k), x, out, first + at)
         worked(journal, done)
         done += 1
 
@@ -685,23 +687,30 @@ def pieces_of(rows, row_bytes, room=PIECE):
     return piece, -(-rows // piece)
 
 
+def stride_of(pieces):
+    "How far apart, of `pieces` in a row, two are that are drawn one after the other. Each is drawn once, because the two have no common factor."
+    return next(stride for stride in count(max(1, round(pieces * GOLDEN))) if math.gcd(stride, pieces) == 1)
+
+
 def stream_rows(files, read, slot, x, out, drawn):
     """Read and multiply pieces of a read until `drawn` gives no more; any number of threads may, each with a slot of its own. A piece that
     compiled code cannot have, of a file read through the page cache, at an odd address, cut short, is File.read's: it says why."""
     row = read.nbytes // read.rows
     piece, pieces = pieces_of(read.rows, row, len(slot) - 2 * PAGE)  # compiled code does not look where a read ends
+    stride = stride_of(pieces)
     elements = slot.view(ARRAY_DTYPE[read.extent.dtype])
     while True:
         p = files.stream(read.extent, read.begin, read.part, pieces, lambda descriptor, journal: _stream_rows(
-            descriptor, read.extent.offset + read.begin, read.rows, piece, slot, elements, row // elements.itemsize, x, out, read.first,
-            drawn, journal))
+            descriptor, read.extent.offset + read.begin, read.rows, piece, stride, slot, elements, row // elements.itemsize, x, out,
+            read.first, drawn, journal))
         p = draw(drawn) if p is None else p
         if p >= pieces:
             return
-        n = min(piece, read.rows - p * piece)
-        start = files.read(slot, read.extent, read.begin + p * piece * row, n * row, read.part)
+        at = p * stride % pieces * piece
+        n = min(piece, read.rows - at)
+        start = files.read(slot, read.extent, read.begin + at * row, n * row, read.part)
         rows = typed(slot, start, n * row, read.extent.dtype).reshape(n, -1)
-        files.multiply(rows.nbytes, matmul_rows, rows, x, out, read.first + p * piece)
+        files.multiply(rows.nbytes, matmul_rows, rows, x, out, read.first + at)
 
 
 def at_once(threads):
@@ -983,4 +992,4 @@ class Packed:
         return (self.packed if name in self.packed else self.checkpoint).extent(name)
 
 
-__all__ = ['PAGE', 'CORES', 'MOST_READERS', 'ONE_READ', 'ITEMSIZE', 'ARRAY_DTYPE', 'aligned', 'widened', 'File', 'Event', 'Files', 'STALL', 'typed', 'Read', 'NO_MORE', 'Ring', 'row_blocks', 'COMPILED_READS', 'PIECE', 'WALL', 'BUSY', 'clock', 'read_piece', 'worked', 'draw', 'pieces_of', 'stream_rows', 'at_once', 'Streamed', 'as_float32', 'is_matrix', 'Trunk', 'read_rates', 'enough_readers', 'CHUNK', 'data_runs', 'pack', 'Packed']
+__all__ = ['PAGE', 'CORES', 'MOST_READERS', 'ONE_READ', 'ITEMSIZE', 'ARRAY_DTYPE', 'aligned', 'widened', 'File', 'Event', 'Files', 'STALL', 'typed', 'Read', 'NO_MORE', 'Ring', 'row_blocks', 'COMPILED_READS', 'PIECE', 'GOLDEN', 'WALL', 'BUSY', 'clock', 'read_piece', 'worked', 'draw', 'pieces_of', 'stride_of', 'stream_rows', 'at_once', 'Streamed', 'as_float32', 'is_matrix', 'Trunk', 'read_rates', 'enough_readers', 'CHUNK', 'data_runs', 'pack', 'Packed']

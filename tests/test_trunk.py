@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from k3lib import trunk as trunk_module
 from k3lib.checkpoint import Checkpoint, CheckpointError, Extent, header_bytes
 from k3lib.linear import Rows, linear
-from k3lib.trunk import (PAGE, File, Files, Packed, Ring, Trunk, aligned, as_float32, at_once, data_runs, is_matrix, pack, row_blocks,
+from k3lib.trunk import (PAGE, File, Files, Packed, Ring, Trunk, aligned, as_float32, at_once, data_runs, is_matrix, pack, row_blocks, stride_of,
                          typed, widened)
 
 DTYPE = {"BF16": np.uint16, "F32": np.float32, "U8": np.uint8}
@@ -466,6 +466,16 @@ def test_pieces_of_any_size_give_the_resident_product(tmp_path, monkeypatch, com
         assert 3 * size <= read <= 3 * size + 2 * 60_000, "read more than three passes and what the slots hold ahead"
         assert files.moved >= read and files.seconds["arithmetic"] > 0
         files.close()
+
+
+def test_every_piece_is_drawn_once_and_draws_in_a_row_lie_far_apart():
+    "Four readers that draw one after the other are at least a ninth of the matrix apart."
+    for n in range(1, 1000):
+        order = [p * stride_of(n) % n for p in range(n)]
+        assert sorted(order) == list(range(n))
+        if n > 40:
+            gaps = [abs(order[i] - order[j]) for i in range(n - 4) for j in range(i + 1, i + 4)]
+            assert min(min(gap, n - gap) for gap in gaps) >= n / 9, n
 
 
 @pytest.mark.skipif(not trunk_module.COMPILED_READS, reason="reads are compiled on Linux alone")

@@ -795,12 +795,18 @@ print("kv_b_proj, a head's 256 rows together:", [r.rows for r in row_blocks(Exte
 # loop over pieces is compiled: read a megabyte, multiply its rows, read the next into the same place. `pread` and the clock are two
 # functions of the C library, and an intrinsic is all it takes to call them; what the loop has done it leaves in a journal.
 #
+# Which piece does a draw stand for? Pieces are not equally fast: some lie in a hole of the file or in the device's own cache, some do not, and
+# what is slow comes in runs. Readers that went in file order would all meet a run at once and wait for the device with nothing left to multiply.
+# So draw $p$ of $n$ stands for piece $p s \bmod n$, with $s$ near $0.38\,n$ and no common factor with $n$: what is drawn next lies far
+# away, and a slow run is met by one reader at a time.
+#
 # Nothing unusual is handled here. A read that fails, comes short or begins at an odd address ends the loop, and the rest of the block takes
 # the way through `File.read`, which knows what to do or what to say. Systems other than Linux always take that way.
 
 # %% tags=["export"]
 COMPILED_READS = sys.platform == "linux" and sys.maxsize > 2**32  # elsewhere the same reads are made from Python, a slot at a time
 PIECE = 1 << 19  # bytes read and multiplied at a time: two readers' pieces and a vector stay in a core's own cache
+GOLDEN = (3 - math.sqrt(5)) / 2  # of the pieces lie between two draws: no other step keeps so many draws in a row apart
 WALL, BUSY = 1, 3  # Linux's numbers of two clocks: that of time.perf_counter, and the processor time of this thread
 
 
@@ -868,21 +874,22 @@ def draw(counter):
 
 
 @njit(**KERNEL)
-def _stream_rows(descriptor, offset, rows, piece, slot, elements, k, x, out, first, drawn, journal):
+def _stream_rows(descriptor, offset, rows, piece, stride, slot, elements, k, x, out, first, drawn, journal):
     """Rows [rows, k] at `offset`, read `piece` at a time into `slot`, of which `elements` is another view, as long as `drawn` gives
     pieces. Returns the number that is no piece any more, or that of a piece which did not come as it should."""
     journal[0, 1] = clock(WALL)
-    row, done = k * elements.itemsize, 0
+    row, done, pieces = k * elements.itemsize, 0, -(-rows // piece)
     while True:
         p = draw(drawn)
-        n = min(piece, rows - p * piece)
-        if n <= 0:
+        if p >= pieces:
             return p
-        begin = read_piece(descriptor, offset + p * piece * row, n * row, slot, 0, journal, done)
+        at = p * stride % pieces * piece
+        n = min(piece, rows - at)
+        begin = read_piece(descriptor, offset + at * row, n * row, slot, 0, journal, done)
         if begin < 0 or begin % elements.itemsize:
             return p
         start = begin // elements.itemsize
-        matmul_rows(elements[start:start + n * k].reshape(n, k), x, out, first + p * piece)
+        matmul_rows(elements[start:start + n * k].reshape(n, k), x, out, first + at)
         worked(journal, done)
         done += 1
 
@@ -894,23 +901,30 @@ def pieces_of(rows, row_bytes, room=PIECE):
     return piece, -(-rows // piece)
 
 
+def stride_of(pieces):
+    "How far apart, of `pieces` in a row, two are that are drawn one after the other. Each is drawn once, because the two have no common factor."
+    return next(stride for stride in count(max(1, round(pieces * GOLDEN))) if math.gcd(stride, pieces) == 1)
+
+
 def stream_rows(files, read, slot, x, out, drawn):
     """Read and multiply pieces of a read until `drawn` gives no more; any number of threads may, each with a slot of its own. A piece that
     compiled code cannot have, of a file read through the page cache, at an odd address, cut short, is File.read's: it says why."""
     row = read.nbytes // read.rows
     piece, pieces = pieces_of(read.rows, row, len(slot) - 2 * PAGE)  # compiled code does not look where a read ends
+    stride = stride_of(pieces)
     elements = slot.view(ARRAY_DTYPE[read.extent.dtype])
     while True:
         p = files.stream(read.extent, read.begin, read.part, pieces, lambda descriptor, journal: _stream_rows(
-            descriptor, read.extent.offset + read.begin, read.rows, piece, slot, elements, row // elements.itemsize, x, out, read.first,
-            drawn, journal))
+            descriptor, read.extent.offset + read.begin, read.rows, piece, stride, slot, elements, row // elements.itemsize, x, out,
+            read.first, drawn, journal))
         p = draw(drawn) if p is None else p
         if p >= pieces:
             return
-        n = min(piece, read.rows - p * piece)
-        start = files.read(slot, read.extent, read.begin + p * piece * row, n * row, read.part)
+        at = p * stride % pieces * piece
+        n = min(piece, read.rows - at)
+        start = files.read(slot, read.extent, read.begin + at * row, n * row, read.part)
         rows = typed(slot, start, n * row, read.extent.dtype).reshape(n, -1)
-        files.multiply(rows.nbytes, matmul_rows, rows, x, out, read.first + p * piece)
+        files.multiply(rows.nbytes, matmul_rows, rows, x, out, read.first + at)
 
 # %% [markdown]
 # How many readers may do this at a time? If the caller gives some of the cores, as many as that. If it gives all, more than there are
