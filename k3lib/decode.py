@@ -4,10 +4,10 @@ Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
 # built on checkpoint b58d7a02cc27
 # built on config e3e1d35a4c85
-# built on experts 0293cde37049
+# built on experts 498f2fb30702
 # built on model 562d65785ac9
 # built on tokenizer c06b8d1ee8ea
-# built on trunk 1d811c4d634d
+# built on trunk 6174028f15f4
 
 import contextlib
 import ctypes
@@ -28,7 +28,7 @@ from k3lib.config import read_config
 from k3lib.experts import Experts, passing_bytes, slot_bytes
 from k3lib.model import HEAD, Model, UsageError, row_multiples, tensor_name, walk_order
 from k3lib.tokenizer import Tokenizer
-from k3lib.trunk import (CORES, MOST_READERS, PAGE, Files, Packed, Trunk, enough_readers, is_matrix, pack, read_rates, row_blocks,
+from k3lib.trunk import (CORES, MOST_READERS, PAGE, Files, Packed, Trunk, early_room, enough_readers, is_matrix, pack, read_rates, row_blocks,
                          widened)
 
 
@@ -135,7 +135,7 @@ KERNELS = 28_000_000  # private memory of compiled kernels and their threads, af
 LIBRARIES, MORE_OF_THEM = 97_000_000, 12_000_000  # pages of library files in memory by then; or, where most were before, how many more
 SLOT = 4 << 20  # bytes of a ring slot, and of a block that is read ahead
 READ_BYTES = 250  # of one entry in the list of reads
-READERS = 4  # of the trunk, and of experts, each with a slot at hand; at least: never fewer than arithmetic threads
+READERS = 6  # of the trunk, and of experts, each with a slot at hand; at least: never fewer than arithmetic threads
 AHEAD = 2  # row blocks that wait for their matrix: more would have left the cache by then
 MOST_CHUNK = 64
 
@@ -207,7 +207,8 @@ def make_plan(config, checkpoint, ram, context, prompt_tokens=None, threads=CORE
     trunk = sum(widened(e.nbytes) for e in streams.values())
     readers = max(READERS if readers is None else readers, threads)
     slots = readers + AHEAD
-    slot, ring = _ring_bytes(streams, row_multiples(config), slots)
+    slot, ring = _ring_bytes({name: e for name, e in streams.items() if not comes_early(name)}, row_multiples(config), slots)
+    ring += _early_bytes([e for name, e in streams.items() if comes_early(name)])
     first_moe = config.first_k_dense_replace
     an_expert = list(checkpoint.expert(first_moe, 0).values()) if first_moe < config.num_hidden_layers else []
     whole, passing = (slot_bytes(an_expert), passing_bytes(an_expert)) if an_expert else (1, 0)
@@ -263,6 +264,19 @@ def _ring_bytes(streams, multiples, slots):
     slot = max(min(SLOT, max(widened(e.nbytes) + PAGE for e in streams.values())), widened(widest) + PAGE)
     reads = sum(len(row_blocks(e, multiples.get(name, 1), slot, "")) for name, e in streams.items())
     return slot, slots * slot + READ_BYTES * reads
+
+
+def comes_early(name):
+    "True for a router: until it has spoken no expert can be asked for."
+    return name.endswith(".gate.weight")
+
+
+def _early_bytes(extents):
+    "Bytes of the ring of the matrices that come early, and of its list of reads."
+    if not extents:
+        return 0
+    slots, slot = early_room(extents)
+    return slots * (slot + READ_BYTES * len(extents))
 
 
 def _vector_bytes(extent):
@@ -503,7 +517,7 @@ def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=
         files, read_before = Files(source.identities), read_call_bytes()
         undo.callback(files.close)
         weights = Trunk(source, walk, plan.pinned, row_multiples(config), files, part_of,
-                        plan.slots, plan.slot_bytes, plan.readers, progress, AHEAD)
+                        plan.slots, plan.slot_bytes, plan.readers, progress, AHEAD, frozenset(filter(comes_early, walk)))
         undo.callback(weights.close)
         experts = Experts(lambda L, e: list(checkpoint.expert(L, e).values()), files, plan.expert_slots,
                           plan.expert_slot_bytes, plan.readers,
@@ -626,4 +640,4 @@ def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", trunk=None,
         model.close()
 
 
-__all__ = ['UNITS', 'parse_size', 'shown_size', 'resident_bytes', 'peak_bytes', 'read_call_bytes', 'available_bytes', 'CGROUPS', 'cgroup_free', 'PlanError', 'KERNELS', 'LIBRARIES', 'MORE_OF_THEM', 'SLOT', 'READ_BYTES', 'READERS', 'AHEAD', 'MOST_CHUNK', 'Plan', 'activation_bytes', 'state_bytes', 'position_bytes', 'make_plan', 'measured_readers', 'Report', 'Decoder', 'TEXT_STACK', 'check_tensors', 'is_synthetic', 'open_tokenizer', 'part_of', 'return_freed_memory', 'load', 'pack_trunk', 'whole_number', 'parse_ids', 'prompt_ids', 'progress_bar', 'decode']
+__all__ = ['UNITS', 'parse_size', 'shown_size', 'resident_bytes', 'peak_bytes', 'read_call_bytes', 'available_bytes', 'CGROUPS', 'cgroup_free', 'PlanError', 'KERNELS', 'LIBRARIES', 'MORE_OF_THEM', 'SLOT', 'READ_BYTES', 'READERS', 'AHEAD', 'MOST_CHUNK', 'Plan', 'activation_bytes', 'state_bytes', 'position_bytes', 'make_plan', 'measured_readers', 'comes_early', 'Report', 'Decoder', 'TEXT_STACK', 'check_tensors', 'is_synthetic', 'open_tokenizer', 'part_of', 'return_freed_memory', 'load', 'pack_trunk', 'whole_number', 'parse_ids', 'prompt_ids', 'progress_bar', 'decode']

@@ -5,7 +5,7 @@ Made from book/05_streaming/04_experts.py: edit that, then run `make export`.
 # built on linear 13012e749312
 # built on moe 764cc6509f4f
 # built on mxfp4 b72ffa0564da
-# built on trunk 1d811c4d634d
+# built on trunk 6174028f15f4
 
 import heapq
 import itertools

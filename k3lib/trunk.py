@@ -766,37 +766,49 @@ def is_matrix(name, extent):
     return len(extent.shape) == 2 and not name.endswith("_res_proj.weight")
 
 
+def early_room(extents):
+    "(slots, bytes of each) of a ring that holds any of the matrices `extents` whole, in pieces."
+    slot = min(widened(max(PIECE, *(e.nbytes // e.shape[0] for e in extents))), max(widened(e.nbytes) for e in extents)) + PAGE
+    return max(len(row_blocks(e, 1, slot, "")) for e in extents), slot
+
+
 class Trunk:
     """Every tensor of the walk but the routed experts, resident or streamed.
 
     `walk`: tensor names in the order one pass takes them. `pinned`: matrices kept in memory. `multiples`: {name: rows that
     must stay together}. The other matrices stream through the ring, the same list of reads every pass, at most `ahead` blocks of
-    it waiting.
+    it waiting; those of `early`, whose rows need not stay together, through a ring of early_room() with one reader.
     """
 
-    def __init__(self, checkpoint, walk, pinned, multiples, files, parts, slots, slot_bytes, readers, progress=None, ahead=None):
+    def __init__(self, checkpoint, walk, pinned, multiples, files, parts, slots, slot_bytes, readers, progress=None, ahead=None, early=frozenset()):
         self.files, self.parts, self.checkpoint = files, parts, checkpoint
         self.extents = {name: checkpoint.extent(name) for name in walk}
         self.resident, self.reads = {}, {}
+        room = early_room([self.extents[name] for name in early]) if early else None
         for name, extent in self.extents.items():
             if is_matrix(name, extent) and name not in pinned:
-                self.reads[name] = row_blocks(extent, multiples.get(name, 1), slot_bytes, parts(name))
+                self.reads[name] = row_blocks(extent, multiples.get(name, 1), room[1] if name in early else slot_bytes, parts(name))
         for name, extent in self.extents.items():
             if name not in self.reads:
                 array = files.array(extent, parts(name))
                 self.resident[name] = Rows(array) if is_matrix(name, extent) else as_float32(array)
                 if progress is not None:
                     progress(extent.nbytes)
-        self._order, self._next, self._start, self._index, reads = list(self.reads), 0, 0, {}, []
+        self._order, self._next, self._index, lines = list(self.reads), 0, {}, ([], [])
         for name in self._order:
-            self._index[name] = len(reads)
-            reads += self.reads[name]
-        self.ring = Ring(files, reads, slots, slot_bytes, readers, ahead) if reads else None
+            line = name in early
+            self._index[name] = line, len(lines[line])
+            lines[line].extend(self.reads[name])
+        self.ring = Ring(files, lines[0], slots, slot_bytes, readers, ahead) if lines[0] else None
+        self.early = Ring(files, lines[1], *room, 1) if lines[1] else None
+        self._starts = [0, 0]
+
+    def _rings(self):
+        return [ring for ring in (self.ring, self.early) if ring is not None]
 
     def begin(self):
-        "Start a pass: if the last one stopped half-way, the ring begins anew."
-        if self.ring is not None:
-            self._next, self._start = 0, self.ring.begin()
+        "Start a pass: a ring whose last one stopped half-way begins anew."
+        self._next, self._starts = 0, [ring and ring.begin() for ring in (self.ring, self.early)]
 
     def take(self, name):
         "A matrix with .shape and .blocks(), or a float32 array. A streamed tensor comes when its turn in the walk comes, once a pass."
@@ -805,7 +817,8 @@ class Trunk:
         if self._order[self._next] != name:
             raise RuntimeError(f"the walk asks for {name}, but {self._order[self._next]} is next")
         self._next = (self._next + 1) % len(self._order)
-        return Streamed(self.ring, self.extents[name], self.reads[name], self._start + self._index[name])
+        line, index = self._index[name]
+        return Streamed((self.ring, self.early)[line], self.extents[name], self.reads[name], self._starts[line] + index)
 
     def row(self, name, i):
         "Row `i` of a matrix outside the walk, float32: one read."
@@ -814,11 +827,11 @@ class Trunk:
     @property
     def wait_seconds(self):
         "Seconds the arithmetic stood still for a row block."
-        return self.ring.wait_seconds if self.ring else 0.0
+        return sum(ring.wait_seconds for ring in self._rings())
 
     def close(self):
-        if self.ring is not None:
-            self.ring.close()
+        for ring in self._rings():
+            ring.close()
 
 
 def read_rates(path, counts=(1, 2, 4, 8, 16), seconds=0.4):
@@ -992,4 +1005,4 @@ class Packed:
         return (self.packed if name in self.packed else self.checkpoint).extent(name)
 
 
-__all__ = ['PAGE', 'CORES', 'MOST_READERS', 'ONE_READ', 'ITEMSIZE', 'ARRAY_DTYPE', 'aligned', 'widened', 'File', 'Event', 'Files', 'STALL', 'typed', 'Read', 'NO_MORE', 'Ring', 'row_blocks', 'COMPILED_READS', 'PIECE', 'GOLDEN', 'WALL', 'BUSY', 'clock', 'read_piece', 'worked', 'draw', 'pieces_of', 'stride_of', 'stream_rows', 'at_once', 'Streamed', 'as_float32', 'is_matrix', 'Trunk', 'read_rates', 'enough_readers', 'CHUNK', 'data_runs', 'pack', 'Packed']
+__all__ = ['PAGE', 'CORES', 'MOST_READERS', 'ONE_READ', 'ITEMSIZE', 'ARRAY_DTYPE', 'aligned', 'widened', 'File', 'Event', 'Files', 'STALL', 'typed', 'Read', 'NO_MORE', 'Ring', 'row_blocks', 'COMPILED_READS', 'PIECE', 'GOLDEN', 'WALL', 'BUSY', 'clock', 'read_piece', 'worked', 'draw', 'pieces_of', 'stride_of', 'stream_rows', 'at_once', 'Streamed', 'as_float32', 'is_matrix', 'early_room', 'Trunk', 'read_rates', 'enough_readers', 'CHUNK', 'data_runs', 'pack', 'Packed']

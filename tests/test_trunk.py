@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from k3lib import trunk as trunk_module
 from k3lib.checkpoint import Checkpoint, CheckpointError, Extent, header_bytes
 from k3lib.linear import Rows, linear
-from k3lib.trunk import (PAGE, File, Files, Packed, Ring, Trunk, aligned, as_float32, at_once, data_runs, is_matrix, pack, row_blocks, stride_of,
+from k3lib.trunk import (PAGE, File, Files, Packed, Ring, Trunk, aligned, as_float32, at_once, data_runs, early_room, is_matrix, pack, row_blocks, stride_of,
                          typed, widened)
 
 DTYPE = {"BF16": np.uint16, "F32": np.float32, "U8": np.uint8}
@@ -413,18 +413,59 @@ def test_no_more_blocks_wait_than_may(tmp_path, ahead):
 
 
 @pytest.mark.parametrize("slots", [1, 2, 40])
-@pytest.mark.parametrize("pinned", [(), ("a", "heads"), ("a", "b", "c", "heads", "d", "e")])
-def test_any_ring_and_any_pinned_part_give_the_same_bytes(tmp_path, slots, pinned):
-    "One slot, a ring longer than the walk, everything pinned: several passes, and what was pinned is not read again."
+@pytest.mark.parametrize("pinned", [(), ("a", "heads"), ("a", "heads", "c", "d", "e"), ("a", "b", "c", "heads", "d", "e")])
+@pytest.mark.parametrize("early", [(), ("b",), ("a", "c", "e")])
+def test_any_ring_and_any_pinned_part_give_the_same_bytes(tmp_path, slots, pinned, early):
+    "One slot, a ring longer than the walk, early ones, everything pinned: several passes, and what was pinned is not read again."
     tensors = some_tensors()
     checkpoint, told = write_model(tmp_path / "m", tensors), []
-    trunk = make_trunk(checkpoint, tensors, pinned=pinned, slots=slots, progress=told.append)
-    assert (trunk.ring is None) == (len(pinned) == 6)
+    trunk = make_trunk(checkpoint, tensors, pinned=pinned, slots=slots, progress=told.append, early=frozenset(early))
+    streamed = {"a", "b", "c", "heads", "d", "e"} - {*pinned}
+    assert (trunk.ring is None, trunk.early is None) == (not streamed - {*early}, not streamed & {*early})
     assert sum(told) == sum(checkpoint.extent(name).nbytes for name in trunk.resident)
-    before = trunk.files.bytes_read["trunk"] if trunk.ring is None else None
-    for _ in range(3):
+    before = None if streamed else trunk.files.bytes_read["trunk"]
+    for number in range(3):
+        each_pass(trunk, tensors, random.Random(number))
         one_pass(trunk, tensors)
     assert before is None or trunk.files.bytes_read["trunk"] == before
+    trunk.close()
+
+
+def test_an_early_matrix_is_there_whole_before_its_turn_and_the_next_when_it_has_gone(tmp_path):
+    "However far back in the walk, while the ring waits for its first block to be taken."
+    tensors = some_tensors()
+    checkpoint, files = write_model(tmp_path / "m", tensors), Files()
+    trunk = make_trunk(checkpoint, tensors, files, slots=1, ahead=1, early=frozenset("ce"))
+
+    def settle():
+        deadline = time.time() + 5
+        while len(trunk.early._filled) < len(trunk.early._slot) + len(trunk.early._free) and time.time() < deadline:
+            time.sleep(0.001)
+        return sorted(trunk.early._filled)
+
+    slots = early_room([checkpoint.extent(name) for name in "ce"])[0]
+    assert settle() == list(range(slots)) and slots >= max(len(trunk.reads[name]) for name in "ce")
+    for passes in range(3):
+        one_pass(trunk, tensors)
+        assert settle()[0] == (passes + 1) * len(trunk.early.reads)
+    trunk.close()
+    assert not any(thread.is_alive() for thread in trunk.early._readers)
+
+
+def test_an_interrupted_pass_begins_the_early_ring_anew(tmp_path):
+    tensors = some_tensors()
+    trunk = make_trunk(write_model(tmp_path / "m", tensors), tensors, early=frozenset("be"))
+    for stop in range(len(trunk.ring.reads) + len(trunk.early.reads)):
+        left = [stop]
+
+        def use(name, rows):
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            one_pass(trunk, tensors, use)
+        one_pass(trunk, tensors)
     trunk.close()
 
 
