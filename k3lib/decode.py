@@ -133,10 +133,10 @@ class PlanError(UsageError):
 
 KERNELS = 28_000_000  # private memory of compiled kernels and their threads, after the first pass
 LIBRARIES, MORE_OF_THEM = 97_000_000, 12_000_000  # pages of library files in memory by then; or, where most were before, how many more
-SLOT = 4 << 20  # bytes of a ring slot, and of a block that is read ahead
+SLOT = 2 << 20  # bytes of a ring slot, and of a block that is read ahead
 READ_BYTES = 250  # of one entry in the list of reads
-READERS = 6  # of the trunk, and of experts, each with a slot at hand; at least: never fewer than arithmetic threads
-AHEAD = 2  # row blocks that wait for their matrix: more would have left the cache by then
+READERS = 5  # of the trunk, and of experts, each with a slot at hand; at least: never fewer than arithmetic threads
+AHEAD = 3  # row blocks that wait for their matrix: more would have left the cache by then
 MOST_CHUNK = 64
 
 
