@@ -2,10 +2,10 @@
 
 Made from book/05_streaming/04_experts.py: edit that, then run `make export`.
 """
-# built on linear 13012e749312
-# built on moe 764cc6509f4f
-# built on mxfp4 b72ffa0564da
-# built on trunk 6174028f15f4
+# built on linear 24f6db808067
+# built on moe cbbb10a45705
+# built on mxfp4 54e910799870
+# built on trunk 6340681938ea
 
 import heapq
 import itertools

@@ -2,7 +2,7 @@
 
 Made from book/02_kda/01_kda.py: edit that, then run `make export`.
 """
-# built on linear 13012e749312
+# built on linear 24f6db808067
 
 from typing import NamedTuple
 

@@ -2,7 +2,7 @@
 
 Made from book/01_mxfp4/03_linear.py: edit that, then run `make export`.
 """
-# built on mxfp4 b72ffa0564da
+# built on mxfp4 54e910799870
 
 import numpy as np
 from llvmlite import ir

@@ -2,8 +2,8 @@
 
 Made from book/03_mla/01_mla.py: edit that, then run `make export`.
 """
-# built on linear 13012e749312
-# built on mxfp4 b72ffa0564da
+# built on linear 24f6db808067
+# built on mxfp4 54e910799870
 
 import numpy as np
 from numba import get_num_threads, njit, prange

@@ -3,11 +3,11 @@
 Made from book/05_streaming/05_model.py: edit that, then run `make export`.
 """
 # built on checkpoint b58d7a02cc27
-# built on kda f5386d46a869
-# built on linear 13012e749312
-# built on mla 931db896b833
-# built on moe 764cc6509f4f
-# built on residual bc2b94b80f6d
+# built on kda 929f7ddf6a49
+# built on linear 24f6db808067
+# built on mla e7913b23d9fd
+# built on moe cbbb10a45705
+# built on residual 75d0970a93ea
 
 import contextlib
 import dataclasses

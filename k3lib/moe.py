@@ -2,9 +2,9 @@
 
 Made from book/04_moe_router/02_moe.py: edit that, then run `make export`.
 """
-# built on linear 13012e749312
-# built on mxfp4 b72ffa0564da
-# built on router c5608e0cb171
+# built on linear 24f6db808067
+# built on mxfp4 54e910799870
+# built on router 7b3d3627ee8c
 
 from typing import NamedTuple
 

@@ -2,7 +2,7 @@
 
 Made from book/03_mla/02_residual.py: edit that, then run `make export`.
 """
-# built on linear 13012e749312
+# built on linear 24f6db808067
 
 import numpy as np
 from numba import njit

@@ -399,6 +399,18 @@ def _element(array_type):
     raise TypeError(f"lanes are loaded from float32 or uint16 (bf16 bits), not {array_type.dtype}")
 
 
+def _intrinsic(builder, name, result, *args):
+    "Call of an LLVM intrinsic."
+    kind = ir.FunctionType(result, [a.type for a in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+def _in_all_lanes(builder, x):
+    undefined = ir.Constant(_vector(x.type), ir.Undefined)
+    v = builder.insert_element(undefined, x, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(v, undefined, _splat(_vector(_I32), 0))
+
+
 @intrinsic
 def zeros16(typingctx):
     "() -> sixteen zeros."
@@ -420,14 +432,11 @@ def load16_part(typingctx, a, i, n):
     "(a, i, n) -> a[i:i+n] and 16-n zeros, 0 < n <= 16. Nothing past a[i+n-1] is touched."
     def codegen(context, builder, sig, args):
         element, align = _element(sig.args[0])
-        array, i, n = args
-        v = ir.Constant(_vector(element), None)
-        for lane in range(16):
-            inside = builder.icmp_signed("<", ir.Constant(n.type, lane), n)
-            index = builder.select(inside, builder.add(i, ir.Constant(i.type, lane)), i)
-            p = _pointer(context, builder, sig.args[0], array, index, element)
-            x = builder.select(inside, builder.load(p, align=align), ir.Constant(element, None))
-            v = builder.insert_element(v, x, ir.Constant(_I32, lane))
+        vector, lanes = _vector(element), _vector(args[2].type)
+        p = _pointer(context, builder, sig.args[0], args[0], args[1], vector)
+        inside = builder.icmp_signed("<", ir.Constant(lanes, list(range(16))), _in_all_lanes(builder, args[2]))
+        name = f"llvm.masked.load.v16{'f32' if element == _F32 else 'i16'}.p0"
+        v = _intrinsic(builder, name, vector, p, ir.Constant(_I32, align), inside, ir.Constant(vector, None))
         return _to_float(builder, v, sig.args[0].dtype)
     return f32x16(a, types.intp, types.intp), codegen
 
@@ -447,12 +456,6 @@ def store16(typingctx, a, i, v):
 # onto the lower eight, then four, two, one.
 
 # %% tags=["export"]
-def _intrinsic(builder, name, result, *args):
-    "Call of an LLVM intrinsic."
-    kind = ir.FunctionType(result, [a.type for a in args])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
-
-
 @intrinsic
 def fma16(typingctx, a, b, c):
     "(a, b, c) -> a*b + c in each lane, rounded once."
@@ -465,11 +468,6 @@ def fma16(typingctx, a, b, c):
 def mul16(typingctx, a, b):
     "(a, b) -> a*b in each lane."
     return f32x16(f32x16, f32x16), lambda context, builder, sig, args: builder.fmul(*args)
-
-
-def _in_all_lanes(builder, x):
-    v = builder.insert_element(ir.Constant(_vector(_F32), ir.Undefined), x, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(v, ir.Constant(_vector(_F32), ir.Undefined), _splat(_vector(_I32), 0))
 
 
 @intrinsic
