@@ -2,10 +2,10 @@
 
 Made from book/05_streaming/04_experts.py: edit that, then run `make export`.
 """
-# built on linear 24f6db808067
-# built on moe cbbb10a45705
+# built on linear b7ea8a22dbd6
+# built on moe 623ead972ca4
 # built on mxfp4 54e910799870
-# built on trunk 6340681938ea
+# built on trunk b0e1582494aa
 
 import heapq
 import itertools

@@ -2,14 +2,14 @@
 
 Made from book/02_kda/01_kda.py: edit that, then run `make export`.
 """
-# built on linear 24f6db808067
+# built on linear b7ea8a22dbd6
 
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit, prange
 
-from k3lib.linear import KERNEL, NotFinite, dot, exp, fma, linear, rms_norm, sigmoid
+from k3lib.linear import INNER, KERNEL, NotFinite, dot, exp, fma, linear, rms_norm, sigmoid
 
 L2_EPS = np.float32(1e-6)  # added to the sum of squares, not to their mean
 _ONE, _ZERO = np.float32(1), np.float32(0)
@@ -110,7 +110,7 @@ def kda_decay(z, A_log, dt_bias, lower_bound):
     return out
 
 
-@njit(**KERNEL)
+@njit(**INNER)
 def _recall_rows(S, alpha, k, first, out):
     "out += (diag(alpha) S)^T k, key rows from `first` on, one after another."
     for i in range(first, k.size):
@@ -119,7 +119,7 @@ def _recall_rows(S, alpha, k, first, out):
             out[j] = fma(a, S[i, j], out[j])
 
 
-@njit(**KERNEL)
+@njit(**INNER)
 def _correct_rows(S, alpha, k, delta, q, first, out):
     "S = diag(alpha) S + k delta^T, out += S^T q, key rows from `first` on, one after another."
     for i in range(first, k.size):
@@ -130,7 +130,7 @@ def _correct_rows(S, alpha, k, delta, q, first, out):
             out[j] = fma(c, s, out[j])
 
 
-@njit(**KERNEL)
+@njit(**INNER)
 def _recall(S, alpha, k, out):
     "out += (diag(alpha) S)^T k, four key rows a pass."
     i = 0
@@ -142,7 +142,7 @@ def _recall(S, alpha, k, out):
     _recall_rows(S, alpha, k, i, out)
 
 
-@njit(**KERNEL)
+@njit(**INNER)
 def _correct(S, alpha, k, delta, q, out):
     "S = diag(alpha) S + k delta^T, out += S^T q, four key rows a pass."
     i = 0
@@ -160,7 +160,7 @@ def _correct(S, alpha, k, delta, q, out):
     _correct_rows(S, alpha, k, delta, q, i, out)
 
 
-@njit(**KERNEL)
+@njit(**INNER)
 def _one_head(h, q, k, v, alpha, beta, S, query, delta, out):
     "All tokens of head h, one after another; query and delta [d] are scratch."
     scale = _ONE / np.sqrt(np.float32(query.size))

@@ -273,7 +273,7 @@ _TAYLOR = tuple(_f(1 / d) for d in (5040, 720, 120, 24, 6, 2))
 _EXP_MAX, _EXP_MIN, _TANH_MAX = _f(89), _f(-104), _f(10)
 
 
-@njit(**KERNEL)
+@njit(**INNER)
 def _exp_parts(x):
     "(q, n) with e^x = 2^n (1 + q), |q| < 0.42: Cody-Waite reduction, then Taylor's series to r^7."
     shifted = fma(x, _LOG2E, _ROUND)
@@ -289,7 +289,7 @@ def _exp_parts(x):
     return fma(p * r, r, r), n
 
 
-@njit(**KERNEL)
+@njit(**INNER)
 def _power2(n):
     "2^n as float32 for -126 <= n <= 127."
     return _float(np.int32((n + np.int32(127)) << np.int32(23)))

@@ -2,7 +2,7 @@
 
 Made from book/03_mla/01_mla.py: edit that, then run `make export`.
 """
-# built on linear 24f6db808067
+# built on linear b7ea8a22dbd6
 # built on mxfp4 54e910799870
 
 import numpy as np

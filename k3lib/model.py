@@ -3,11 +3,11 @@
 Made from book/05_streaming/05_model.py: edit that, then run `make export`.
 """
 # built on checkpoint b58d7a02cc27
-# built on kda 929f7ddf6a49
-# built on linear 24f6db808067
-# built on mla e7913b23d9fd
-# built on moe cbbb10a45705
-# built on residual 75d0970a93ea
+# built on kda 41871c31ce13
+# built on linear b7ea8a22dbd6
+# built on mla 2bf69ee9ffd3
+# built on moe 623ead972ca4
+# built on residual 3d04cb43f1ff
 
 import contextlib
 import dataclasses

@@ -2,9 +2,9 @@
 
 Made from book/04_moe_router/02_moe.py: edit that, then run `make export`.
 """
-# built on linear 24f6db808067
+# built on linear b7ea8a22dbd6
 # built on mxfp4 54e910799870
-# built on router 7b3d3627ee8c
+# built on router e547579b6e92
 
 from typing import NamedTuple
 

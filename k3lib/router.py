@@ -2,7 +2,7 @@
 
 Made from book/04_moe_router/01_router.py: edit that, then run `make export`.
 """
-# built on linear 24f6db808067
+# built on linear b7ea8a22dbd6
 
 import numpy as np
 from numba import njit

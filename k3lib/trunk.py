@@ -3,7 +3,7 @@
 Made from book/05_streaming/03_trunk.py: edit that, then run `make export`.
 """
 # built on checkpoint b58d7a02cc27
-# built on linear 24f6db808067
+# built on linear b7ea8a22dbd6
 
 import errno
 import logging

@@ -39,7 +39,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit, prange
 
-from k3lib.linear import KERNEL, NotFinite, dot, exp, fma, linear, rms_norm, sigmoid
+from k3lib.linear import INNER, KERNEL, NotFinite, dot, exp, fma, linear, rms_norm, sigmoid
 
 L2_EPS = np.float32(1e-6)  # added to the sum of squares, not to their mean
 _ONE, _ZERO = np.float32(1), np.float32(0)
@@ -418,7 +418,7 @@ rejects(fixture["o_s0"], {"state read as [value, key]": recurrent64(*tokens, giv
 # channel's sum keeps its order, so the bits stay.
 
 # %% tags=["export"]
-@njit(**KERNEL)
+@njit(**INNER)
 def _recall_rows(S, alpha, k, first, out):
     "out += (diag(alpha) S)^T k, key rows from `first` on, one after another."
     for i in range(first, k.size):
@@ -427,7 +427,7 @@ def _recall_rows(S, alpha, k, first, out):
             out[j] = fma(a, S[i, j], out[j])
 
 
-@njit(**KERNEL)
+@njit(**INNER)
 def _correct_rows(S, alpha, k, delta, q, first, out):
     "S = diag(alpha) S + k delta^T, out += S^T q, key rows from `first` on, one after another."
     for i in range(first, k.size):
@@ -468,7 +468,7 @@ def one_row_a_pass(q, k, v, alpha, beta, S, query, delta, out):
 # count from the end, as in Python; the compiler cannot rule it out and gives up on vectors. The `while` spares it the question.
 
 # %% tags=["export"]
-@njit(**KERNEL)
+@njit(**INNER)
 def _recall(S, alpha, k, out):
     "out += (diag(alpha) S)^T k, four key rows a pass."
     i = 0
@@ -480,7 +480,7 @@ def _recall(S, alpha, k, out):
     _recall_rows(S, alpha, k, i, out)
 
 
-@njit(**KERNEL)
+@njit(**INNER)
 def _correct(S, alpha, k, delta, q, out):
     "S = diag(alpha) S + k delta^T, out += S^T q, four key rows a pass."
     i = 0
@@ -499,7 +499,7 @@ def _correct(S, alpha, k, delta, q, out):
 
 
 # %% tags=["export"]
-@njit(**KERNEL)
+@njit(**INNER)
 def _one_head(h, q, k, v, alpha, beta, S, query, delta, out):
     "All tokens of head h, one after another; query and delta [d] are scratch."
     scale = _ONE / np.sqrt(np.float32(query.size))
