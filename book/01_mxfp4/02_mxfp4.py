@@ -363,9 +363,9 @@ class _F32x16Model(models.PrimitiveModel):
 
 
 # %% [markdown]
-# Numba counts the users of an array as Python does: each function that is handed one adds one to a counter and takes it off again, atomically.
-# For a matrix taken four rows at a time that is six atomic steps every microsecond, on counters that all threads share. The caller holds
-# its arrays anyway, so what is called by kernels only (`INNER`) counts nothing: `_nrt=False`. Chapter 1.3 measures what that is worth.
+# Numba counts the users of an array as Python does: a function that is handed one adds one to a counter and takes it off again, atomically.
+# For a matrix taken four rows at a time that can be six atomic steps every microsecond, on counters that all threads share. The caller holds
+# its arrays anyway, so what is called by kernels only (`INNER`) counts nothing: `_nrt=False`.
 #
 # Numba's cache on disk looks at one function's text only. In a notebook, where you will edit a function that others inline, that would run
 # old code: here nothing is cached.

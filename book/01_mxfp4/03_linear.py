@@ -764,7 +764,6 @@ def median_seconds(cases):
 # %% [markdown]
 # The rungs: NumPy widens the matrix and multiplies; a numba loop adds in order, one number after the other; `_dot` gives each row lanes;
 # `linear` takes four rows a pass and asks ahead; with four tokens each weight is read once for all, and then it matters where $x$ begins.
-# One rung is a step back on purpose: the same four rows, but as a function that counts references (1.2.8).
 
 # %%
 @njit(parallel=True)
@@ -783,19 +782,6 @@ def row_by_row(w, x, out):
         out[0, r] = _dot(flat, r * k, x.reshape(-1), 0, k)
 
 
-counting = njit(**{**INNER, "_nrt": True})(_rows4.py_func)
-
-
-def by_four(four):
-    "x[0] W^T with `four`, _rows4 or its like, on all threads."
-    @njit(parallel=True)
-    def kernel(w, x, out):
-        flat, xs, k = w.reshape(-1), x.reshape(-1), w.shape[1]
-        for r in prange(w.shape[0] // 4):
-            four(flat, 4 * r * k, k, xs, 0, out, 0, 4 * r)
-    return kernel
-
-
 # %% tags=["nbval-ignore-output"]
 pattern = (rng.standard_normal((rows // 16, width)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
 w = np.concatenate([pattern] * 16)
@@ -806,12 +792,10 @@ crooked = aligned((4 * width + 4,))[4:].reshape(4, width)  # 16 bytes past a cac
 crooked[:] = x4
 out1, out4 = (np.empty((t, rows), np.float32) for t in (1, 4))
 large = np.ones(80_000_000, np.float32)
-counted, uncounted = by_four(counting), by_four(_rows4)
 cases = {
     "numpy: widen, then @": (lambda: bf16_to_float32(w) @ x1[0], 1, 2 + 8 + 8 + 4),
     "numba: in order": (lambda: in_order(w, x1, out1), 1, 2),
     "row by row, 16 lanes": (lambda: row_by_row(w, x1, out1), 1, 2),
-    "four rows, references counted": (lambda: counted(w, x1, out1), 1, 2),
     "four rows: linear": (lambda: linear(Rows(w), x1, out1), 1, 2),
     "four tokens, x not aligned": (lambda: _matmul(w, crooked, out4, 0), 4, 0.5),
     "four tokens: linear": (lambda: linear(Rows(w), x4, out4), 4, 0.5),
@@ -820,9 +804,9 @@ seconds = median_seconds({"read": lambda: read_sum(large), **{name: run for name
 bandwidth = large.nbytes / seconds.pop("read")
 rates = {name: rows * width * tokens / seconds[name] for name, (_, tokens, _) in cases.items()}
 assert out1.tobytes() == out4[:1].tobytes()
-print(f"{'':30}      ms   G weights/s   bytes/weight    GB/s   (memory reads {bandwidth / 1e9:.1f} GB/s)")
+print(f"{'':28}      ms   G weights/s   bytes/weight    GB/s   (memory reads {bandwidth / 1e9:.1f} GB/s)")
 for name, (_, tokens, moved) in cases.items():
-    print(f"{name:30} {1e3 * seconds[name]:7.1f} {rates[name] / 1e9:13.2f} {moved:14.1f} {rates[name] * moved / 1e9:7.1f}")
+    print(f"{name:28} {1e3 * seconds[name]:7.1f} {rates[name] / 1e9:13.2f} {moved:14.1f} {rates[name] * moved / 1e9:7.1f}")
 print(f"the trunk at this bandwidth: {trunk / bandwidth:.1f} s a token")
 
 # %% tags=["nbval-ignore-output"]
@@ -833,20 +817,6 @@ ax.set(xlabel="G weights × tokens a second", title="Four rows in lanes reach me
 ax.invert_yaxis()
 ax.legend()
 plt.show()
-
-# %% [markdown]
-# What counting costs shows fully where memory does not hide it: rows that are in the cache, as chapter 5.3 has them, here 36 of them.
-
-# %% tags=["nbval-ignore-output"]
-near = w[:36].copy()
-
-
-def often(kernel):
-    return lambda: [kernel(near, x1, out1) for _ in range(200)]
-
-
-seconds = median_seconds({"counted": often(counted), "uncounted": often(uncounted)})
-print(", ".join(f"references {name}: {200 * near.nbytes / s / 1e9:.1f} GB/s" for name, s in seconds.items()))
 
 # %% [markdown]
 # `linear` can pass the dashed line: the plain sum that drew it leaves the asking to the hardware. What failed first for several tokens was
