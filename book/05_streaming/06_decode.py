@@ -213,7 +213,7 @@ KERNELS = 28_000_000  # private memory of compiled kernels and their threads, af
 LIBRARIES, MORE_OF_THEM = 97_000_000, 12_000_000  # pages of library files in memory by then; or, where most were before, how many more
 SLOT = 2 << 20  # bytes of a ring slot, and of a block that is read ahead
 READ_BYTES = 250  # of one entry in the list of reads
-READERS = 5  # of the trunk, and of experts, each with a slot at hand; at least: never fewer than arithmetic threads
+READERS = 5  # each with a slot at hand; at least: never fewer than arithmetic threads
 AHEAD = 3  # row blocks that wait for their matrix: more would have left the cache by then
 MOST_CHUNK = 64
 
@@ -290,7 +290,7 @@ def make_plan(config, checkpoint, ram, context, prompt_tokens=None, threads=CORE
     first_moe = config.first_k_dense_replace
     an_expert = list(checkpoint.expert(first_moe, 0).values()) if first_moe < config.num_hidden_layers else []
     whole, passing = (slot_bytes(an_expert), passing_bytes(an_expert)) if an_expert else (1, 0)
-    expert, experts = min(whole, passing), readers if an_expert else 0
+    expert, experts = min(whole, passing), expert_readers(config, readers) if an_expert else 0
 
     now = resident_bytes() or 150_000_000
     fixed = {
@@ -324,6 +324,12 @@ def make_plan(config, checkpoint, ram, context, prompt_tokens=None, threads=CORE
         advice = f"a budget of {fits // 10**6} MB would fit" if fits > least else f"not even the smallest budget, {_enough(least)} MB, would fit"
         raise PlanError(None, f"the plan takes {shown_size(plan.total - now)} more, but only {shown_size(free)} of memory are free here: {advice}")
     return plan
+
+
+def expert_readers(config, readers):
+    "The fewest of `readers` that take the experts of a token in as many rounds: with one more, the last round would be one expert's, and one core's."
+    chosen = config.num_experts_per_token
+    return -(-chosen // -(-chosen // readers))
 
 
 def measured_readers(checkpoint, threads=CORES):
@@ -654,7 +660,7 @@ def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=
                         plan.slots, plan.slot_bytes, plan.readers, progress, AHEAD, frozenset(filter(comes_early, walk)))
         undo.callback(weights.close)
         experts = Experts(lambda L, e: list(checkpoint.expert(L, e).values()), files, plan.expert_slots,
-                          plan.expert_slot_bytes, plan.readers,
+                          plan.expert_slot_bytes, expert_readers(config, plan.readers),
                           range(config.first_k_dense_replace, config.num_hidden_layers))
         undo.callback(experts.close)
         report = Report(str(path), is_synthetic(path), threads, plan, None if trunk is None else str(trunk))
