@@ -4,10 +4,10 @@ Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
 # built on checkpoint b58d7a02cc27
 # built on config e3e1d35a4c85
-# built on experts 0db9f6b3aa4f
+# built on experts e0fae282370f
 # built on model d86a1f475ea1
 # built on tokenizer c06b8d1ee8ea
-# built on trunk b0e1582494aa
+# built on trunk db77f9a05592
 
 import contextlib
 import ctypes
