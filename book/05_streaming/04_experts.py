@@ -1128,7 +1128,7 @@ print("at 40 GB:", f"{trunk_first[8]:.0f} GB a token trunk first,", f"{experts_f
 
 # %%
 print(f"a token reads {WORKING_SET:.2f} GB of experts in {LAYERS * K:,} requests: {WORKING_SET / (WORKING_SET + TRUNK):.0%} of its bytes")
-print(f"6 slots to pass through: {6 * passing_bytes(k3_expert()) / 1e6:.0f} MB; 16 slots that keep: {16 * slot_bytes(k3_expert()) / 1e6:.0f} MB; "
+print(f"4 slots to pass through: {4 * passing_bytes(k3_expert()) / 1e6:.0f} MB; 16 slots that keep: {16 * slot_bytes(k3_expert()) / 1e6:.0f} MB; "
       f"a working set: {LAYERS * K * slot_bytes(k3_expert()) / 1e9:.1f} GB")
 
 # %% [markdown]
