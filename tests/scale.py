@@ -70,10 +70,10 @@ def size(ram):
     return int(ram.removesuffix("GB")) * 10**9
 
 
-def child(command, limit, env):
+def child(command, limit):
     "Run it; (standard output, how its memory was limited)."
     limits, group = enforced(limit) if limit else (None, False)
-    done = subprocess.run([sys.executable, *map(str, command)], preexec_fn=limits, capture_output=True, text=True, env={**os.environ, **env})
+    done = subprocess.run([sys.executable, *map(str, command)], preexec_fn=limits, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))} ended with {done.returncode}: {done.stderr.strip()}")
     if not limit:
@@ -82,13 +82,13 @@ def child(command, limit, env):
     return done.stdout, "private memory limited" + " and in a cgroup" * group + peak
 
 
-def decode(folder, ram, threads, tokens, prompt=("--ids", IDS), trunk=None, limited=False, **env):
+def decode(folder, ram, threads, tokens, prompt=("--ids", IDS), trunk=None, limited=False):
     "One decode: its report, with a digest of each step's logits and what limited its memory; and what it printed."
     with tempfile.TemporaryDirectory() as scratch:
         record, logits = Path(scratch) / "r.json", Path(scratch) / "l.npy"
         command = ["-m", "k3lib", "decode", folder, *prompt, "--max-new-tokens", tokens, "--ram", ram, "--threads", threads,
                    "--json", record, "--logits", logits, *(["--trunk", trunk] if trunk else [])]
-        text, memory = child(command, limited and size(ram), env)
+        text, memory = child(command, limited and size(ram))
         report = json.loads(record.read_text())
         digests = [hashlib.sha256(row.tobytes()).hexdigest()[:16] for row in np.load(logits)]
     return {"ram": size(ram), "packed": trunk is not None, **{key: report[key] for key in KEPT}, "digests": digests, "memory": memory}, text
@@ -96,7 +96,7 @@ def decode(folder, ram, threads, tokens, prompt=("--ids", IDS), trunk=None, limi
 
 def long_context(folder, ram):
     "Two steps at the end of a context of 4,096 positions."
-    text, memory = child(["-c", LONG, folder, ram], 0, {})
+    text, memory = child(["-c", LONG, folder, ram], 0)
     report = json.loads(text)
     return {"ram": size(ram), "packed": False, **{key: report[key] for key in KEPT}, "digests": [], "memory": memory}, text
 
