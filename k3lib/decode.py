@@ -4,10 +4,10 @@ Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
 # built on checkpoint b58d7a02cc27
 # built on config e3e1d35a4c85
-# built on experts e0fae282370f
+# built on experts 9455ab540d0d
 # built on model d86a1f475ea1
 # built on tokenizer c06b8d1ee8ea
-# built on trunk db77f9a05592
+# built on trunk 928aab8e4944
 
 import contextlib
 import ctypes

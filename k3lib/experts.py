@@ -5,7 +5,7 @@ Made from book/05_streaming/04_experts.py: edit that, then run `make export`.
 # built on linear b7ea8a22dbd6
 # built on moe 623ead972ca4
 # built on mxfp4 54e910799870
-# built on trunk db77f9a05592
+# built on trunk 928aab8e4944
 
 import heapq
 import itertools

@@ -3,6 +3,7 @@ import errno
 import os
 import random
 import shutil
+import sys
 import threading
 import time
 from collections import namedtuple
@@ -304,6 +305,45 @@ def test_closing_waits_for_the_reads_under_way(tmp_path, monkeypatch):
     closer.join()
     reader.join()
     same("a", found[0], some_tensors()["a"][1])
+
+
+def test_an_interrupt_at_any_line_of_a_read_lets_the_files_be_closed(tmp_path):
+    "Ctrl-C comes to the main thread between any two lines, also of a read's own bookkeeping."
+    checkpoint = write_model(tmp_path / "m", some_tensors())
+    ended = []
+
+    def broken_off_at(line):
+        files, lines = Files(), []
+
+        def trace(frame, event, _):
+            if frame.f_code.co_filename != trunk_module.__file__:
+                return None
+            lines.append(frame.f_lineno)
+            if len(lines) == line + 1:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            files.array(checkpoint.extent("a"), "trunk")
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        files.close()
+        return len(lines) > line
+
+    def at_every_line():
+        line = 0
+        while broken_off_at(line):
+            line += 1
+        ended.append(line)
+
+    thread = threading.Thread(target=at_every_line, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert ended and ended[0] > 50, "closing waits for a read that nobody is at"
 
 
 # Blocks

@@ -326,7 +326,7 @@ class Files:
         self._files, self._identities, self._turn = {}, identities or {}, threading.RLock()
         self._under_way, self._watcher, self._over = {}, None, threading.Event()  # {thread: (path, offset, began)}
         self._ended = threading.Condition(self._turn)
-        self._reading, self._closed = 0, False
+        self._closed = False
         self.bytes_read = {"trunk": 0, "experts": 0, "other": 0}
         self.moved = 0
         self.seconds = {"trunk": 0.0, "experts": 0.0, "other": 0.0, "arithmetic": 0.0}  # inside reads; processor time; over all threads
@@ -380,18 +380,17 @@ class Files:
             if file is None:
                 file = self._files[extent.file] = File(extent.file, self._identities.get(extent.file))
             if self._watcher is None:
-                self._watcher = threading.Thread(target=_watch, args=(weakref.ref(self), self._over), name="k3-watch", daemon=True)
-                self._watcher.start()
-            self._reading += 1
+                watcher = threading.Thread(target=_watch, args=(weakref.ref(self), self._over), name="k3-watch", daemon=True)
+                watcher.start()
+                self._watcher = watcher
             self._under_way[threading.get_ident()] = extent.file, extent.offset + offset, time.perf_counter()
             return file
 
     def _end(self, part, nbytes, moved, read=0.0, worked=0.0):
         with self._turn:
-            self._reading -= 1
             self.seconds[part] += read
             self.seconds["arithmetic"] += worked
-            del self._under_way[threading.get_ident()]
+            self._under_way.pop(threading.get_ident(), None)
             self.bytes_read[part] += nbytes
             self.moved += moved
             if self._closed:
@@ -447,7 +446,7 @@ class Files:
         "Close the shards once the reads under way have ended; later reads raise CheckpointError."
         with self._turn:
             self._closed = True
-            while self._reading:
+            while self._under_way.keys() - {threading.get_ident()}:  # a read of this thread's own was broken off by Ctrl-C, before it could say so
                 self._ended.wait()
             for file in self._files.values():
                 file.close()
