@@ -4,10 +4,10 @@ Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
 # built on checkpoint b58d7a02cc27
 # built on config e3e1d35a4c85
-# built on experts 9455ab540d0d
-# built on model d86a1f475ea1
+# built on experts 9ecbbfa9d9d7
+# built on model 97875722b38d
 # built on tokenizer c06b8d1ee8ea
-# built on trunk 928aab8e4944
+# built on trunk 8412c0c07d99
 
 import contextlib
 import ctypes
@@ -478,22 +478,6 @@ def return_freed_memory():
         pass
 
 
-_parents = []  # the process this one was forked from, if threads were lost by that
-
-
-def _after_fork():
-    try:
-        layer = numba.threading_layer()
-    except ValueError:  # no kernel has run
-        return
-    if layer == "omp":  # which ends a process that goes on after that; the other layers begin anew
-        _parents.append(os.getppid())
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
 def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=None, on_plan=None, progress=None, readers=None):
     """A Decoder for the checkpoint in folder `path`, holding at most `ram` bytes of memory ("8GB", "1GiB", an int).
 
@@ -503,8 +487,6 @@ def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=
     of each tensor pinned. `readers`: threads that read, of the trunk and of experts, at least one a thread of arithmetic; see
     `k3 plan --measure`. Raises ConfigError, CheckpointError, TokenizerError, UsageError and FileNotFoundError.
     """
-    if _parents:
-        raise RuntimeError(f"process {os.getpid()} was forked from {_parents[0]} after its OpenMP threads had started; they are not here: start it by spawn")
     return_freed_memory()
     budget = parse_size(ram)
     threads = CORES if threads is None else whole_number("threads", threads, 1, CORES)

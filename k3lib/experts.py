@@ -2,10 +2,10 @@
 
 Made from book/05_streaming/04_experts.py: edit that, then run `make export`.
 """
-# built on linear b7ea8a22dbd6
-# built on moe 623ead972ca4
-# built on mxfp4 54e910799870
-# built on trunk 928aab8e4944
+# built on linear 68d0161db757
+# built on moe 749c61e392e1
+# built on mxfp4 c3bdf56e2279
+# built on trunk 8412c0c07d99
 
 import heapq
 import itertools

@@ -2,14 +2,14 @@
 
 Made from book/02_kda/01_kda.py: edit that, then run `make export`.
 """
-# built on linear b7ea8a22dbd6
+# built on linear 68d0161db757
 
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
-from k3lib.linear import INNER, KERNEL, NotFinite, dot, exp, fma, linear, rms_norm, sigmoid
+from k3lib.linear import INNER, KERNEL, NotFinite, dot, draw_run, exp, finish, fma, linear, rms_norm, sigmoid, spread, threads_for
 
 L2_EPS = np.float32(1e-6)  # added to the sum of squares, not to their mean
 _ONE, _ZERO = np.float32(1), np.float32(0)
@@ -160,26 +160,26 @@ def _correct(S, alpha, k, delta, q, out):
     _correct_rows(S, alpha, k, delta, q, i, out)
 
 
-@njit(**INNER)
-def _one_head(h, q, k, v, alpha, beta, S, query, delta, out):
-    "All tokens of head h, one after another; query and delta [d] are scratch."
-    scale = _ONE / np.sqrt(np.float32(query.size))
-    for t in range(len(v)):
-        o = out[t, h]
-        for j in range(o.size):
-            o[j] = _ZERO
-        _recall(S, alpha[t, h], k[t, h], o)
-        for j in range(o.size):
-            delta[j] = beta[t, h] * (v[t, h, j] - o[j])
-            query[j] = scale * q[t, h, j]
-            o[j] = _ZERO
-        _correct(S, alpha[t, h], k[t, h], delta, query, o)
-
-
-@njit(parallel=True, **KERNEL)
-def _kda_recurrent(q, k, v, alpha, beta, S, query, delta, out):
-    for h in prange(len(S)):
-        _one_head(np.int64(h), q, k, v, alpha, beta, S[h], query[h], delta[h], out)
+@njit(**KERNEL)
+def _kda_recurrent(heads, q, k, v, alpha, beta, S, query, delta, out, drawn):
+    "Head after head, as drawn, all its tokens one after another; query and delta [heads, d] are scratch."
+    scale = _ONE / np.sqrt(np.float32(query.shape[1]))
+    while True:
+        begin, end = draw_run(drawn, heads)
+        if begin >= heads:
+            return
+        for h in range(begin, end):
+            for t in range(len(v)):
+                o = out[t, h]
+                for j in range(o.size):
+                    o[j] = _ZERO
+                _recall(S[h], alpha[t, h], k[t, h], o)
+                for j in range(o.size):
+                    delta[h, j] = beta[t, h] * (v[t, h, j] - o[j])
+                    query[h, j] = scale * q[t, h, j]
+                    o[j] = _ZERO
+                _correct(S[h], alpha[t, h], k[t, h], delta[h], query[h], o)
+        finish(drawn, begin, end)
 
 
 def kda_recurrent(q, k, v, alpha, beta, S):
@@ -195,7 +195,7 @@ def kda_recurrent(q, k, v, alpha, beta, S):
     _fits("kda_recurrent: S", S, (heads, d, d))
     query, delta = np.empty((2, heads, d), np.float32)
     out = np.empty_like(v)
-    _kda_recurrent(q, k, v, alpha, beta, S, query, delta, out)
+    spread(threads_for(2 * T * S.size), heads, _kda_recurrent, q, k, v, alpha, beta, S, query, delta, out)
     return out
 
 

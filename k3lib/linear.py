@@ -2,14 +2,15 @@
 
 Made from book/01_mxfp4/03_linear.py: edit that, then run `make export`.
 """
-# built on mxfp4 54e910799870
+# built on mxfp4 c3bdf56e2279
 
 import numpy as np
 from llvmlite import ir
-from numba import get_num_threads, njit, prange, types
+from numba import get_num_threads, njit, types
 from numba.extending import intrinsic
 
-from k3lib.mxfp4 import INNER, KERNEL, aligned, fma, fma16, load16, load16_part, load32, prefetch, put4, sum16, zeros4, zeros16
+from k3lib.mxfp4 import (CORES, INNER, KERNEL, NO_MORE, aligned, draw, draw_run, finish, fma, fma16, load16, load16_part, load32, prefetch, put4, spread, sum16, threads_for,
+                         zeros4, zeros16)
 
 LANES = 16
 
@@ -182,10 +183,15 @@ def _tile(w, x, out, first, tile):
         t += step
 
 
-@njit(parallel=True, **KERNEL)
-def _matmul(w, x, out, first):
-    for tile in prange((w.shape[0] + TILE - 1) // TILE):
-        _tile(w, x, out, first, tile)
+@njit(**KERNEL)
+def _matmul(tiles, w, x, out, first, drawn):
+    while True:
+        begin, end = draw_run(drawn, tiles)
+        if begin >= tiles:
+            return
+        for tile in range(begin, end):
+            _tile(w, x, out, first, tile)
+        finish(drawn, begin, end)
 
 
 @njit(**KERNEL)
@@ -213,7 +219,7 @@ def linear(W, x, out=None):
         W.multiply(on_lines, out, get_num_threads())
     else:
         for first, block in W.blocks():
-            _matmul(block, on_lines, out, first)
+            spread(threads_for(x.size * len(block)), -(-len(block) // TILE), _matmul, block, on_lines, out, first)
     check_product(out, x)
     return out
 

@@ -3,11 +3,11 @@
 Made from book/05_streaming/05_model.py: edit that, then run `make export`.
 """
 # built on checkpoint b58d7a02cc27
-# built on kda 41871c31ce13
-# built on linear b7ea8a22dbd6
-# built on mla 2bf69ee9ffd3
-# built on moe 623ead972ca4
-# built on residual 3d04cb43f1ff
+# built on kda 62c83a1d7d2c
+# built on linear 68d0161db757
+# built on mla 12084d187896
+# built on moe 749c61e392e1
+# built on residual 1a96c4856b25
 
 import contextlib
 import dataclasses

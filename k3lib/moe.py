@@ -2,9 +2,9 @@
 
 Made from book/04_moe_router/02_moe.py: edit that, then run `make export`.
 """
-# built on linear b7ea8a22dbd6
-# built on mxfp4 54e910799870
-# built on router e547579b6e92
+# built on linear 68d0161db757
+# built on mxfp4 c3bdf56e2279
+# built on router e2c74fbb5752
 
 from typing import NamedTuple
 

@@ -4,10 +4,14 @@ Made from book/01_mxfp4/02_mxfp4.py: edit that, then run `make export`.
 """
 
 import math
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
+import numba
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
@@ -370,6 +374,81 @@ def _rows4_tokens4(p, s, r, x, t, groups, out, first):
     put4(out, t + 3, first + r, d)
 
 
+CORES = numba.config.NUMBA_NUM_THREADS
+NO_MORE = 1 << 62  # a counter set to this gives nothing more to do
+RUNS = 8  # that a thread draws of its share: few enough to lose little where one ends, enough to end together
+_NEXT, _DONE, _STEP = 0, 1, 2  # of spread()'s counters
+
+
+@intrinsic
+def _add(typingctx, counters, i, n):
+    "(int64 [], int64, int64): counters[i] += n, whoever else does so at this moment; returns what it was. What was stored before is seen after."
+    def codegen(context, builder, sig, args):
+        return builder.atomic_rmw("add", _pointer(context, builder, sig.args[0], args[0], args[1], ir.IntType(64)), args[2], "acq_rel")
+    return types.int64(counters, types.int64, types.int64), codegen
+
+
+@njit(**KERNEL)
+def draw(counter):
+    "The next number, from 0, of a `counter` int64 [1] that several threads share."
+    return _add(counter, _NEXT, 1)
+
+
+@njit(**INNER)
+def draw_run(drawn, n):
+    "(begin, end) of the next run of range(n) for whoever draws; begin >= n if there is none. `drawn` is what spread() gives a kernel."
+    begin = _add(drawn, _NEXT, drawn[_STEP])
+    return begin, min(begin + drawn[_STEP], n)
+
+
+@njit(**INNER)
+def finish(drawn, begin, end):
+    "Count that a run that was drawn is done."
+    _add(drawn, _DONE, end - begin)
+
+
+@njit(**KERNEL)
+def _finished(drawn):
+    return _add(drawn, _DONE, 0)
+
+
+WORTH = 1 << 21  # multiply-adds: with fewer the caller alone is done before a second thread could help
+
+
+def _new_helpers():
+    global _helpers
+    _helpers = ThreadPoolExecutor(max(1, CORES - 1), "k3-helper")
+
+
+_new_helpers()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_helpers)  # a child has none of its parent's threads
+
+
+def threads_for(work):
+    "How many threads `work` multiply-adds are worth: numba's number, or one."
+    return numba.get_num_threads() if work >= WORTH else 1
+
+
+def spread(threads, n, kernel, *args):
+    """kernel(n, *args, drawn) on `threads` threads at once, this one among them. Each does the run of range(n) that draw_run(drawn, n) gives it,
+    says so by finish(drawn, begin, end), and draws again until there is none.
+
+    Returns when all is done, or, if this thread is interrupted, when no other is at work any more. Raises what any of them raised.
+    """
+    drawn = np.array([0, 0, -(-n // (RUNS * threads))])
+    helpers = [_helpers.submit(kernel, n, *args, drawn) for _ in range(threads - 1)]
+    try:
+        kernel(n, *args, drawn)
+        while _finished(drawn) < n and not all(helper.done() for helper in helpers):
+            time.sleep(0)  # for the rest of a run: a turn for whoever needs this core
+    finally:
+        if _finished(drawn) < n:
+            drawn[_NEXT] = NO_MORE
+            for helper in helpers:
+                helper.cancel() or helper.result()
+
+
 TILE = 16  # rows
 
 
@@ -399,10 +478,15 @@ def _tile(packed, scale, halves, out, first, tile):
         t += step
 
 
-@njit(parallel=True, **KERNEL)
-def _matmul(packed, scale, halves, out):
-    for tile in prange((scale.shape[0] + TILE - 1) // TILE):
-        _tile(packed, scale, halves, out, 0, tile)
+@njit(**KERNEL)
+def _matmul(tiles, packed, scale, halves, out, drawn):
+    while True:
+        begin, end = draw_run(drawn, tiles)
+        if begin >= tiles:
+            return
+        for tile in range(begin, end):
+            _tile(packed, scale, halves, out, 0, tile)
+        finish(drawn, begin, end)
 
 
 @njit(**KERNEL)
@@ -442,8 +526,8 @@ def mxfp4_matmul(packed, scale, x, out):
     after group, so the bits of out[t, r] depend on row r and token t alone. Returns `out`.
     """
     check_fit(packed, scale, x.shape, out)
-    _matmul(packed, scale, halved(x), out)
+    spread(threads_for(x.size * len(packed)), -(-len(packed) // TILE), _matmul, packed, scale, halved(x), out)
     return out
 
 
-__all__ = ['E2M1', 'SCALE', 'GROUP', 'decode', 'KERNEL', 'INNER', 'F32x16', 'f32x16', 'zeros16', 'load16', 'load16_part', 'store16', 'fma16', 'mul16', 'splat16', 'sum16', 'fma', 'TWICE_E2M1', 'HALF_SCALE', 'low16', 'high16', 'load32', 'look_up16', 'prefetch', 'zeros4', 'put4', 'TILE', 'mxfp4_rows', 'aligned', 'halved', 'check_fit', 'mxfp4_matmul']
+__all__ = ['E2M1', 'SCALE', 'GROUP', 'decode', 'KERNEL', 'INNER', 'F32x16', 'f32x16', 'zeros16', 'load16', 'load16_part', 'store16', 'fma16', 'mul16', 'splat16', 'sum16', 'fma', 'TWICE_E2M1', 'HALF_SCALE', 'low16', 'high16', 'load32', 'look_up16', 'prefetch', 'zeros4', 'put4', 'CORES', 'NO_MORE', 'RUNS', 'draw', 'draw_run', 'finish', 'WORTH', 'threads_for', 'spread', 'TILE', 'mxfp4_rows', 'aligned', 'halved', 'check_fit', 'mxfp4_matmul']

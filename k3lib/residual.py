@@ -2,7 +2,7 @@
 
 Made from book/03_mla/02_residual.py: edit that, then run `make export`.
 """
-# built on linear b7ea8a22dbd6
+# built on linear 68d0161db757
 
 import numpy as np
 from numba import njit

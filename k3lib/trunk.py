@@ -3,7 +3,7 @@
 Made from book/05_streaming/03_trunk.py: edit that, then run `make export`.
 """
 # built on checkpoint b58d7a02cc27
-# built on linear b7ea8a22dbd6
+# built on linear 68d0161db757
 
 import errno
 import logging
@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count, groupby
 from typing import NamedTuple
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
@@ -27,10 +26,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from k3lib.checkpoint import Checkpoint, CheckpointError, header_bytes, identity, sync_folder, writing
-from k3lib.linear import INNER, KERNEL, TILE, Rows, bf16_to_float32, matmul_rows
+from k3lib.linear import CORES, INNER, KERNEL, NO_MORE, TILE, Rows, bf16_to_float32, draw, matmul_rows
 
 PAGE = 4096  # O_DIRECT wants offsets, lengths and addresses in whole pages
-CORES = numba.config.NUMBA_NUM_THREADS
 MOST_READERS = 64
 ONE_READ = 1 << 26  # Linux moves at most 2 GiB - 4 KiB a call; after less a signal is heard sooner
 ITEMSIZE = {"BF16": 2, "F32": 4, "U8": 1}
@@ -343,9 +341,6 @@ class Read(NamedTuple):
         return self._replace(rows=last.first + last.rows - self.first, nbytes=last.begin + last.nbytes - self.begin)
 
 
-NO_MORE = 1 << 62  # a counter set to this gives no more pieces
-
-
 class Ring:
     """Aligned slots that readers fill in the order of a cyclic list of reads, ahead of the arithmetic.
 
@@ -644,20 +639,6 @@ def worked(journal, p):
     journal[0, 3] += journal[p + 1, 3]
 
 
-@intrinsic
-def _add(typingctx, counter, n):
-    "(int64 [1], int64): counter[0] += n, whoever else does so at this moment; returns what it was."
-    def codegen(context, builder, sig, args):
-        return builder.atomic_rmw("add", context.make_array(sig.args[0])(context, builder, args[0]).data, args[1], "monotonic")
-    return types.int64(counter, types.int64), codegen
-
-
-@njit(**KERNEL)
-def draw(counter):
-    "The next number, from 0, of a `counter` int64 [1] that several threads share."
-    return _add(counter, 1)
-
-
 @njit(**KERNEL)
 def _stream_rows(descriptor, offset, rows, piece, stride, slot, elements, k, x, out, first, drawn, journal):
     """Rows [rows, k] at `offset`, read `piece` at a time into `slot`, of which `elements` is another view, as long as `drawn` gives
@@ -742,6 +723,10 @@ class Streamed:
         def call(read, data):
             work(read.first, data.reshape(read.rows, *self.shape[1:]))
         self.ring.each(self.number, len(self.reads), call, threads, stream)
+
+    def share(self, work, threads):
+        "The same by readers as `at_once` lets them, for work that costs as much as a product."
+        self.each(work, at_once(threads))
 
     def multiply(self, x, out, threads):
         "out float32 [T, n] = x W^T for x as `linear` lays it out. What has not been read ahead is read and multiplied in pieces."
@@ -1004,4 +989,4 @@ class Packed:
         return (self.packed if name in self.packed else self.checkpoint).extent(name)
 
 
-__all__ = ['PAGE', 'CORES', 'MOST_READERS', 'ONE_READ', 'ITEMSIZE', 'ARRAY_DTYPE', 'aligned', 'widened', 'File', 'Event', 'Files', 'STALL', 'typed', 'Read', 'NO_MORE', 'Ring', 'row_blocks', 'COMPILED_READS', 'PIECE', 'GOLDEN', 'WALL', 'BUSY', 'clock', 'read_piece', 'worked', 'draw', 'pieces_of', 'stride_of', 'stream_rows', 'at_once', 'Streamed', 'as_float32', 'is_matrix', 'early_room', 'Trunk', 'read_rates', 'enough_readers', 'CHUNK', 'data_runs', 'pack', 'Packed']
+__all__ = ['PAGE', 'MOST_READERS', 'ONE_READ', 'ITEMSIZE', 'ARRAY_DTYPE', 'aligned', 'widened', 'File', 'Event', 'Files', 'STALL', 'typed', 'Read', 'Ring', 'row_blocks', 'COMPILED_READS', 'PIECE', 'GOLDEN', 'WALL', 'BUSY', 'clock', 'read_piece', 'worked', 'pieces_of', 'stride_of', 'stream_rows', 'at_once', 'Streamed', 'as_float32', 'is_matrix', 'early_room', 'Trunk', 'read_rates', 'enough_readers', 'CHUNK', 'data_runs', 'pack', 'Packed']

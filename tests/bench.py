@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from k3lib.decode import PlanError
 from k3lib.kda import kda_recurrent, kda_state
 from k3lib.linear import Rows, linear
 from k3lib.mla import attend
-from k3lib.mxfp4 import mxfp4_matmul
+from k3lib.mxfp4 import halved, mxfp4_rows
 from k3lib.trunk import CORES, at_once
 
 ROOT = Path(__file__).parents[1]
@@ -66,15 +67,18 @@ def kernels(rounds=15):
     matrices = [Rows(rng.integers(0x3c00, 0x3d00, (12288, 7168), np.uint16)) for _ in range(5)]
     experts = [(rng.integers(0, 256, (3072, 1792), np.uint8), rng.integers(120, 124, (3072, 112), np.uint8)) for _ in range(160)]
     x, y = rng.standard_normal((1, 7168), np.float32), np.empty((1, 12288), np.float32)
-    z, w = rng.standard_normal((1, 3584), np.float32), np.empty((1, 3072), np.float32)
+    halves, ws, pool = halved(rng.standard_normal((1, 3584), np.float32)), np.empty((CORES, 1, 3072), np.float32), ThreadPoolExecutor(CORES)
 
     def bf16():
         for matrix in matrices:
             linear(matrix, x, y)
 
-    def mxfp4():
-        for packed, scale in experts:
-            mxfp4_matmul(packed, scale, z, w)
+    def mine(first):
+        for packed, scale in experts[first::CORES]:
+            mxfp4_rows(packed, scale, halves, ws[first], 0)
+
+    def mxfp4():  # each thread its own, as the readers of chapter 5.4
+        list(pool.map(mine, range(CORES)))
 
     seconds = in_turns({"read": lambda: read_sum(ones), "bf16": bf16, "mxfp4": mxfp4}, rounds)
     weights = sum(packed.size * 2 for packed, _ in experts)

@@ -110,7 +110,9 @@ def test_two_decodes_of_one_checkpoint():
 FORKS = """
 import multiprocessing, os, sys
 import k3lib
-from k3lib import decode
+from k3lib import decode, mxfp4
+
+mxfp4.WORTH = 0  # a helper in every product
 
 def run():
     model = k3lib.load(sys.argv[1], "1GB", context=8)
@@ -164,7 +166,7 @@ def test_fork_and_spawn(tmp_path):
     ids = alone.split("] ")[0] + "]"
     assert early == str((ids, 0)) and alone == f"{ids} {ids}" and spawned == f"{ids} None"
     assert "RuntimeError: this model belongs to process" in theirs and closed == str(("None", 0))
-    assert late == str((ids, 0)) or "by spawn" in late  # OpenMP's threads do not survive a fork, those of other layers begin anew
+    assert late == str((ids, 0))  # threads do not survive a fork: a child's begin anew
 
 
 def test_a_notebook_kernel_restarted_in_the_middle_leaves_no_process(tmp_path):

@@ -326,7 +326,7 @@ def test_any_cut_gives_the_same_bytes(shape, seed, cuts):
         same(f"conv, {pieces} against {cuts}", moved.conv, state.conv)
 
 
-def test_one_thread_and_all():
+def test_one_thread_and_all(all_threads):
     "Enough heads and tokens for threads to meet, should they share anything."
     rng, threads, runs = np.random.default_rng(3), numba.get_num_threads(), []
     q, k, v = rng.standard_normal((3, 64, 16, 64)).astype(np.float32)

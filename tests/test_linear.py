@@ -267,7 +267,9 @@ RUN = f"""
 import hashlib
 import numpy as np
 from numba import njit
+from k3lib import mxfp4
 from k3lib.linear import Rows, dot, exp, linear, rms_norm, sigmoid, tanh
+mxfp4.WORTH = 0  # by all threads, however little it is
 {inspect.getsource(case)}
 {inspect.getsource(curves)}
 def digest(*arrays):

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numba
@@ -102,6 +103,15 @@ class Blocks(Rows):
         step = self.heads * multiple
         for first in range(0, len(self.array), step):
             yield first, self.array[first:first + step].copy()
+
+
+class Readers(Blocks):
+    "The same, whose readers do the work on what they have read, in any order."
+
+    def share(self, work, threads):
+        blocks = list(self.blocks(22))
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(lambda block: work(*block), blocks[::-1]))
 
 
 def case(heads, nope, rope, v, latent, T, pos, seed=0, hot=1.0):
@@ -266,11 +276,14 @@ def test_blocks_of_heads(heads):
     matrix = Blocks(kv_b, heads)
     same(f"{heads} heads a block", attend(matrix, q, cache, 70, 10), attend(Rows(kv_b), q, cache, 70, 10))
     assert matrix.asked == [22], "kv_b_proj goes by once, in whole heads of 12 + 10 rows"
+    by_readers = Readers(kv_b, heads)
+    same(f"{heads} heads a block, by readers", attend(by_readers, q, cache, 70, 10), attend(Rows(kv_b), q, cache, 70, 10))
+    assert by_readers.asked == [22]
 
 
 @pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one thread: there is no second to compare")
 @pytest.mark.parametrize("heads", [12, 40])
-def test_threads(heads):
+def test_threads(heads, all_threads):
     "Two threads take 12 heads as 8 and 4, one takes them at once; 40 are always cut by sixteens."
     kv_b, q, cache = case(heads, 12, 4, 10, 40, 5, 70)
     two = attend(Rows(kv_b), q, cache, 70, 10)

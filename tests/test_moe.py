@@ -213,7 +213,7 @@ def test_cut_of_the_tokens_changes_no_byte(size):
     assert np.concatenate(parts).tobytes() == run(arrays, Source(experts), x).tobytes()
 
 
-def test_cut_of_the_rows_and_threads_change_no_byte():
+def test_cut_of_the_rows_and_threads_change_no_byte(all_threads):
     arrays, experts, x = random_layer()
     whole = run(arrays, Source(experts), x).tobytes()
     for size in (1, 7, 16):

@@ -9,18 +9,22 @@ import os
 import platform
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba import njit
 from numba.core.registry import cpu_target
 from safetensors.numpy import load_file
 
 from k3lib import mxfp4
-from k3lib.mxfp4 import E2M1, HALF_SCALE, SCALE, TWICE_E2M1, aligned, decode, mxfp4_matmul
+from k3lib.mxfp4 import E2M1, HALF_SCALE, SCALE, TWICE_E2M1, aligned, decode, draw_run, finish, mxfp4_matmul, spread, threads_for
 
 ROOT = Path(__file__).parents[1]
 TOLERANCE = 1e-5  # relative to the largest output: fixtures/ops/README.md, ten times float32 against float64
@@ -244,7 +248,9 @@ def case(n, groups, tokens):
 RUN = f"""
 import hashlib
 import numpy as np
+from k3lib import mxfp4
 from k3lib.mxfp4 import mxfp4_matmul
+mxfp4.WORTH = 0  # by all threads, however little it is
 {inspect.getsource(case)}
 for shape in ((1, 1, 1), (6, 3, 3), (19, 11, 4), (67, 5, 7), (130, 12, 9)):
     packed, scale, x = case(*shape)
@@ -258,6 +264,88 @@ WRITTEN_DOWN = """
 67 5 7 ecc5c2096a8385b8
 130 12 9 fbf9e703cbbebf3c
 """
+
+
+@njit(nogil=True)
+def record(parts, by, drawn):
+    "by[i] += 1 for each part i that this thread draws."
+    while True:
+        begin, end = draw_run(drawn, parts)
+        if begin >= parts:
+            return
+        for part in range(begin, end):
+            by[part] += 1
+        finish(drawn, begin, end)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_each_part_is_drawn_once(threads):
+    by = np.zeros(100_000, np.int64)
+    for n in range(1, 20):
+        spread(threads, len(by), record, by)
+        assert (by == n).all()
+
+
+@njit
+def next_run(drawn, n):
+    return draw_run(drawn, n)
+
+
+@njit
+def count(drawn, begin, end):
+    finish(drawn, begin, end)
+
+
+def in_turn(steps):
+    "A kernel for spread in Python, and {thread: the parts it has done}; steps(part) is called in each."
+    drawn_by = {}
+
+    def kernel(parts, drawn):
+        while (run := next_run(drawn, parts))[0] < parts:
+            for part in range(*run):
+                steps(part)
+                drawn_by.setdefault(threading.get_ident(), []).append(part)
+            count(drawn, *run)
+    return kernel, drawn_by
+
+
+def test_a_failure_of_any_thread_is_raised_and_ends_the_others():
+    here = threading.get_ident()
+    for mine in (True, False):
+        came = threading.Event()
+
+        def step(part):
+            if (threading.get_ident() == here) == mine:
+                came.set()
+                raise ArithmeticError("mine" if mine else "a helper's")
+            came.wait(5)
+            time.sleep(0.001)
+
+        kernel, drawn_by = in_turn(step)
+        with pytest.raises(ArithmeticError, match="mine" if mine else "a helper's"):
+            spread(2, 1000, kernel)
+        done = {thread: len(parts) for thread, parts in drawn_by.items()}
+        if mine:
+            assert sum(done.values()) < 200, "the others went on"
+        time.sleep(0.02)
+        assert done == {thread: len(parts) for thread, parts in drawn_by.items()}, "a helper outlived spread"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_child_has_helpers_of_its_own():
+    kernel, drawn_by = in_turn(lambda part: time.sleep(0.0001))
+    spread(2, 1000, kernel)
+    assert len(drawn_by) == 2
+    child = os.fork()
+    if child == 0:
+        drawn_by.clear()
+        spread(2, 1000, kernel)
+        os._exit(0 if len(drawn_by) == 2 and sum(map(len, drawn_by.values())) == 1000 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_small_work_stays_with_the_caller():
+    assert threads_for(mxfp4.WORTH) == numba.get_num_threads() and threads_for(mxfp4.WORTH - 1) == 1
 
 
 def targets():

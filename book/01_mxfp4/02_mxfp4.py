@@ -20,10 +20,14 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 
 # %% tags=["export"]
 import math
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
+import numba
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
@@ -251,6 +255,9 @@ print(f"one token, 92 x 16: {92 * 16 * weights / 1e9:.1f} G weights, {92 * 16 * 
 # (`fastmath`), because only its speed is wanted.
 
 # %%
+from numba import prange
+
+
 @njit(parallel=True, fastmath=True)
 def read_sum(a):
     s = np.float32(0)
@@ -831,7 +838,94 @@ def _rows4_tokens4(p, s, r, x, t, groups, out, first):
 
 # %% [markdown]
 # The driver cuts the matrix into tiles of sixteen rows, 30 KB here, which the nearest cache holds, and walks all tokens over a tile before the
-# next one. Tiles are independent, so threads may take them in any way.
+# next one. Tiles are independent, so threads may take them in any way. They draw runs of them from one counter: whoever is done takes the
+# next, and all end within a run of each other. The addition is atomic, so no tile is drawn twice. A run is several tiles, because at its end
+# memory has been asked for rows that another thread will take: with single tiles this kernel took half as long again.
+
+# %% tags=["export"]
+CORES = numba.config.NUMBA_NUM_THREADS
+NO_MORE = 1 << 62  # a counter set to this gives nothing more to do
+RUNS = 8  # that a thread draws of its share: few enough to lose little where one ends, enough to end together
+_NEXT, _DONE, _STEP = 0, 1, 2  # of spread()'s counters
+
+
+@intrinsic
+def _add(typingctx, counters, i, n):
+    "(int64 [], int64, int64): counters[i] += n, whoever else does so at this moment; returns what it was. What was stored before is seen after."
+    def codegen(context, builder, sig, args):
+        return builder.atomic_rmw("add", _pointer(context, builder, sig.args[0], args[0], args[1], ir.IntType(64)), args[2], "acq_rel")
+    return types.int64(counters, types.int64, types.int64), codegen
+
+
+@njit(**KERNEL)
+def draw(counter):
+    "The next number, from 0, of a `counter` int64 [1] that several threads share."
+    return _add(counter, _NEXT, 1)
+
+
+@njit(**INNER)
+def draw_run(drawn, n):
+    "(begin, end) of the next run of range(n) for whoever draws; begin >= n if there is none. `drawn` is what spread() gives a kernel."
+    begin = _add(drawn, _NEXT, drawn[_STEP])
+    return begin, min(begin + drawn[_STEP], n)
+
+
+@njit(**INNER)
+def finish(drawn, begin, end):
+    "Count that a run that was drawn is done."
+    _add(drawn, _DONE, end - begin)
+
+
+@njit(**KERNEL)
+def _finished(drawn):
+    return _add(drawn, _DONE, 0)
+
+
+# %% [markdown]
+# Who are they? The caller, and threads of Python's own pool: a kernel gives up the interpreter's lock while it runs. numba's `prange` would write
+# this for us. But it takes the loop apart and compiles it once more, which is dear where a dozen kernels have to be ready for a first token, and
+# its threads may spin while they wait, on cores that chapter 5 needs for reading. Those of the pool sleep. To wake one takes longer than
+# a small product, so small work stays with the caller. And the caller, when nothing is left to draw, does not wait for the others to say that they
+# have ended, which would cost two more turns of the interpreter's lock: what counts is that every part is done. The first lines of 1.2.12
+# measure the prices.
+
+# %% tags=["export"]
+WORTH = 1 << 21  # multiply-adds: with fewer the caller alone is done before a second thread could help
+
+
+def _new_helpers():
+    global _helpers
+    _helpers = ThreadPoolExecutor(max(1, CORES - 1), "k3-helper")
+
+
+_new_helpers()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_helpers)  # a child has none of its parent's threads
+
+
+def threads_for(work):
+    "How many threads `work` multiply-adds are worth: numba's number, or one."
+    return numba.get_num_threads() if work >= WORTH else 1
+
+
+def spread(threads, n, kernel, *args):
+    """kernel(n, *args, drawn) on `threads` threads at once, this one among them. Each does the run of range(n) that draw_run(drawn, n) gives it,
+    says so by finish(drawn, begin, end), and draws again until there is none.
+
+    Returns when all is done, or, if this thread is interrupted, when no other is at work any more. Raises what any of them raised.
+    """
+    drawn = np.array([0, 0, -(-n // (RUNS * threads))])
+    helpers = [_helpers.submit(kernel, n, *args, drawn) for _ in range(threads - 1)]
+    try:
+        kernel(n, *args, drawn)
+        while _finished(drawn) < n and not all(helper.done() for helper in helpers):
+            time.sleep(0)  # for the rest of a run: a turn for whoever needs this core
+    finally:
+        if _finished(drawn) < n:
+            drawn[_NEXT] = NO_MORE
+            for helper in helpers:
+                helper.cancel() or helper.result()
+
 
 # %% tags=["export"]
 TILE = 16  # rows
@@ -863,10 +957,15 @@ def _tile(packed, scale, halves, out, first, tile):
         t += step
 
 
-@njit(parallel=True, **KERNEL)
-def _matmul(packed, scale, halves, out):
-    for tile in prange((scale.shape[0] + TILE - 1) // TILE):
-        _tile(packed, scale, halves, out, 0, tile)
+@njit(**KERNEL)
+def _matmul(tiles, packed, scale, halves, out, drawn):
+    while True:
+        begin, end = draw_run(drawn, tiles)
+        if begin >= tiles:
+            return
+        for tile in range(begin, end):
+            _tile(packed, scale, halves, out, 0, tile)
+        finish(drawn, begin, end)
 
 
 @njit(**KERNEL)
@@ -912,7 +1011,7 @@ def mxfp4_matmul(packed, scale, x, out):
     after group, so the bits of out[t, r] depend on row r and token t alone. Returns `out`.
     """
     check_fit(packed, scale, x.shape, out)
-    _matmul(packed, scale, halved(x), out)
+    spread(threads_for(x.size * len(packed)), -(-len(packed) // TILE), _matmul, packed, scale, halved(x), out)
     return out
 
 
@@ -993,31 +1092,78 @@ def row_kernel(way):
     def high(typingctx, packed, i):
         return f32x16(packed, types.intp), _nibbles(True, lambda context: [way])
 
-    @njit(parallel=True)
-    def kernel(packed, scale, halves, out):
-        n, groups = scale.shape
-        p, s, x = packed.reshape(-1), scale.reshape(-1), halves.reshape(-1)
-        for r in prange(n):
-            acc = zeros16()
+    @njit(nogil=True)
+    def kernel(rows, packed, scale, halves, out, drawn):
+        p, s, x, groups = packed.reshape(-1), scale.reshape(-1), halves.reshape(-1), scale.shape[1]
+        while True:
+            begin, end = draw_run(drawn, rows)
+            if begin >= rows:
+                return
+            for r in range(begin, end):
+                acc = zeros16()
+                for q in range(groups):
+                    g = r * groups + q
+                    weights = low(p, 16 * g), high(p, 16 * g), splat16(HALF_SCALE[s[g]])
+                    acc = _group(weights, load16(x, 32 * q), load16(x, 32 * q + 16), acc)
+                out[0, r] = sum16(acc)
+            finish(drawn, begin, end)
+    return lambda packed, *args: spread(numba.get_num_threads(), len(packed), kernel, packed, *args)
+
+
+@njit(nogil=True)
+def fours(n, packed, scale, halves, out, drawn):
+    "n times four rows for one token, without prefetch."
+    p, s, x, groups = packed.reshape(-1), scale.reshape(-1), halves.reshape(-1), scale.shape[1]
+    while True:
+        begin, end = draw_run(drawn, n)
+        if begin >= n:
+            return
+        for r in range(begin, end):
+            a = zeros4()
             for q in range(groups):
-                g = r * groups + q
-                weights = low(p, 16 * g), high(p, 16 * g), splat16(HALF_SCALE[s[g]])
-                acc = _group(weights, load16(x, 32 * q), load16(x, 32 * q + 16), acc)
-            out[0, r] = sum16(acc)
-    return kernel
+                a = _group4(_unpack4(p, s, 4 * r * groups + q, groups), x, 32 * q, a)
+            put4(out, 0, 4 * r, a)
+        finish(drawn, begin, end)
 
 
-@njit(parallel=True)
-def four_rows(packed, scale, halves, out):
-    "mxfp4_matmul for one token and n divisible by 4, without prefetch."
-    n, groups = scale.shape
-    p, s, x = packed.reshape(-1), scale.reshape(-1), halves.reshape(-1)
-    for r in prange(n // 4):
-        a = zeros4()
-        for q in range(groups):
-            a = _group4(_unpack4(p, s, 4 * r * groups + q, groups), x, 32 * q, a)
-        put4(out, 0, 4 * r, a)
+def four_rows(packed, *args):
+    spread(numba.get_num_threads(), len(packed) // 4, fours, packed, *args)
 
+
+# %% [markdown]
+# Before the rungs, the two prices of 1.2.10: compiling the driver either way, its `_tile` being there, and calling a second thread.
+
+# %% tags=["nbval-ignore-output"]
+@njit(parallel=True, nogil=True)
+def with_prange(tiles, packed, scale, halves, out):
+    for tile in prange(tiles):
+        _tile(packed, scale, halves, out, 0, tile)
+
+
+@njit(nogil=True)
+def busy(n, sums, drawn):
+    "n times a microsecond or so."
+    while True:
+        begin, end = draw_run(drawn, n)
+        if begin >= n:
+            return
+        for part in range(begin, end):
+            for i in range(1000):
+                sums[part] *= 0.5
+        finish(drawn, begin, end)
+
+
+def first_call(kernel, *args):
+    began = time.perf_counter()
+    kernel(4, packed, scale, halved(x[None]), check, *args)
+    return time.perf_counter() - began
+
+
+print(f"first call: prange {first_call(with_prange):.2f} s, drawing {first_call(njit(nogil=True)(_matmul.py_func), np.array([0, 0, 4])):.2f} s")
+sums, parts = np.ones(400), (4, 40, 400)
+called = median_seconds({(n, threads): lambda n=n, threads=threads: [spread(threads, n, busy, sums) for _ in range(50)] for n in parts for threads in (1, 2)})
+for n in parts:
+    print(f"{n:3} parts: {called[n, 1] / 50 * 1e6:6.0f} µs on one thread, {called[n, 2] / 50 * 1e6:6.0f} µs on two")
 
 # %% tags=["nbval-ignore-output"]
 from numba.core.registry import cpu_target

@@ -26,10 +26,11 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 # %% tags=["export"]
 import numpy as np
 from llvmlite import ir
-from numba import get_num_threads, njit, prange, types
+from numba import get_num_threads, njit, types
 from numba.extending import intrinsic
 
-from k3lib.mxfp4 import INNER, KERNEL, aligned, fma, fma16, load16, load16_part, load32, prefetch, put4, sum16, zeros4, zeros16
+from k3lib.mxfp4 import (CORES, INNER, KERNEL, NO_MORE, aligned, draw, draw_run, finish, fma, fma16, load16, load16_part, load32, prefetch, put4, spread, sum16, threads_for,
+                         zeros4, zeros16)
 
 LANES = 16
 
@@ -331,10 +332,15 @@ def _tile(w, x, out, first, tile):
         t += step
 
 
-@njit(parallel=True, **KERNEL)
-def _matmul(w, x, out, first):
-    for tile in prange((w.shape[0] + TILE - 1) // TILE):
-        _tile(w, x, out, first, tile)
+@njit(**KERNEL)
+def _matmul(tiles, w, x, out, first, drawn):
+    while True:
+        begin, end = draw_run(drawn, tiles)
+        if begin >= tiles:
+            return
+        for tile in range(begin, end):
+            _tile(w, x, out, first, tile)
+        finish(drawn, begin, end)
 
 
 @njit(**KERNEL)
@@ -362,7 +368,7 @@ def linear(W, x, out=None):
         W.multiply(on_lines, out, get_num_threads())
     else:
         for first, block in W.blocks():
-            _matmul(block, on_lines, out, first)
+            spread(threads_for(x.size * len(block)), -(-len(block) // TILE), _matmul, block, on_lines, out, first)
     check_product(out, x)
     return out
 
@@ -646,11 +652,11 @@ def error_in_ulp(got, right):
     return (got - right) / np.spacing(np.maximum(np.abs(right).astype(np.float32), np.float32(2.0**-126)))
 
 
-spread = np.geomspace(1e-6, 1, 500_001)
-spread = np.concatenate([-spread[::-1], spread])
+sizes = np.geomspace(1e-6, 1, 500_001)
+sizes = np.concatenate([-sizes[::-1], sizes])
 error = {}
 for i, (name, reach, f) in enumerate((("exp", 87, np.exp), ("sigmoid", 87, lambda v: 1 / (1 + np.exp(-v))), ("tanh", 10, np.tanh))):
-    v = np.concatenate([spread * reach, np.linspace(-reach, reach, 1_000_001)]).astype(np.float32)
+    v = np.concatenate([sizes * reach, np.linspace(-reach, reach, 1_000_001)]).astype(np.float32)
     error[name] = v, error_in_ulp(curves(v)[i], f(v.astype(float)))
     worst = np.abs(error[name][1]).max()
     print(f"{name:8} largest error {worst:.1f} ulp, rms {np.sqrt(np.mean(error[name][1]**2)):.2f} ulp")
@@ -742,6 +748,9 @@ trunk = 108_811_877_376  # bytes, chapter 1.1: every tensor of layers 0..92 but 
 print(f"q_proj of one KDA layer: {rows * width:,} weights, {2 * rows * width / 1e6:.0f} MB;  trunk: {trunk / 1e9:.1f} GB a token")
 
 
+from numba import prange
+
+
 @njit(parallel=True, fastmath=True)
 def read_sum(a):
     s = np.float32(0)
@@ -797,7 +806,7 @@ cases = {
     "numba: in order": (lambda: in_order(w, x1, out1), 1, 2),
     "row by row, 16 lanes": (lambda: row_by_row(w, x1, out1), 1, 2),
     "four rows: linear": (lambda: linear(Rows(w), x1, out1), 1, 2),
-    "four tokens, x not aligned": (lambda: _matmul(w, crooked, out4, 0), 4, 0.5),
+    "four tokens, x not aligned": (lambda: spread(get_num_threads(), rows // TILE, _matmul, w, crooked, out4, 0), 4, 0.5),
     "four tokens: linear": (lambda: linear(Rows(w), x4, out4), 4, 0.5),
 }
 seconds = median_seconds({"read": lambda: read_sum(large), **{name: run for name, (run, _, _) in cases.items()}})

@@ -34,10 +34,10 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 
 # %% tags=["export"]
 import numpy as np
-from numba import get_num_threads, njit, prange
+from numba import get_num_threads, njit
 
 from k3lib.linear import KERNEL, _dot, _fma4, _load4, _rows4, _rows4_tokens4, check_product, exp, linear, rms_norm, sigmoid
-from k3lib.mxfp4 import INNER, aligned, fma16, load16, load16_part, splat16, store16
+from k3lib.mxfp4 import INNER, aligned, draw_run, finish, fma16, load16, load16_part, splat16, spread, store16, threads_for
 
 TILE = 64  # cache rows between two looks at the maximum, counted from position 0
 SLICE = 8  # tokens whose queries and contexts are held at once
@@ -399,41 +399,42 @@ def _value(w, i, latent, work, j, total, out, t, first, v):
 # is taken eight tokens at a time, so that scratch never grows with the chunk or the context.
 
 # %% tags=["export"]
-@njit(**INNER)
-def _heads(item, span, kv_b, first, x, cache, pos, v, work, s, out):
-    "What _attend does for heads item*span .. (item+1)*span of the block."
+@njit(**KERNEL)
+def _attend(items, span, kv_b, first, x, cache, pos, v, work, s, out, drawn):
+    "Items of heads item*span .. (item+1)*span of the block, as drawn; work and s have scratch for each."
     latent, width, pitch = kv_b.shape[1], cache.shape[1], work.shape[2]
     nope, o = x.shape[2] - (width - latent), (width + 15) // 16 * 16
-    each, h = nope + v, item * span
-    heads = min(span, kv_b.shape[0] // each - h)
+    each = nope + v
     scale = _ONE / np.sqrt(np.float32(x.shape[2]))
-    w, c, flat = kv_b.reshape(-1), cache.reshape(-1), work[item].reshape(-1)
-    for t in range(0, x.shape[0], SLICE):
-        tokens = min(SLICE, x.shape[0] - t)
-        rows = tokens * heads
-        for r in range(rows):
-            head = h + r % heads
-            _start(w, head * each * latent, latent, x[t + r // heads, first + head], nope, scale, work[item, r], o)
-        for start in range(0, pos + t + tokens, TILE):
-            for g in range(0, rows, 4):
-                _visit(c, start, pos + t, heads, width, latent, flat, o, pitch, s[item], g, min(4, rows - g))
-        for r in range(rows):
-            head = h + r % heads
-            _value(w, (head * each + nope) * latent, latent, flat, r * pitch + o, flat[(r + 1) * pitch - 1],
-                   out, t + r // heads, (first + head) * v, v)
-
-
-@njit(parallel=True, **KERNEL)
-def _attend(items, span, kv_b, first, x, cache, pos, v, work, s, out):
-    for item in prange(items):
-        _heads(np.int64(item), span, kv_b, first, x, cache, pos, v, work, s, out)
+    w, c = kv_b.reshape(-1), cache.reshape(-1)
+    while True:
+        begin, end = draw_run(drawn, items)
+        if begin >= items:
+            return
+        for item in range(begin, end):
+            h, flat = item * span, work[item].reshape(-1)
+            heads = min(span, kv_b.shape[0] // each - h)
+            for t in range(0, x.shape[0], SLICE):
+                tokens = min(SLICE, x.shape[0] - t)
+                rows = tokens * heads
+                for r in range(rows):
+                    head = h + r % heads
+                    _start(w, head * each * latent, latent, x[t + r // heads, first + head], nope, scale, work[item, r], o)
+                for start in range(0, pos + t + tokens, TILE):
+                    for g in range(0, rows, 4):
+                        _visit(c, start, pos + t, heads, width, latent, flat, o, pitch, s[item], g, min(4, rows - g))
+                for r in range(rows):
+                    head = h + r % heads
+                    _value(w, (head * each + nope) * latent, latent, flat, r * pitch + o, flat[(r + 1) * pitch - 1],
+                           out, t + r // heads, (first + head) * v, v)
+        finish(drawn, begin, end)
 
 
 def attend(kv_b, q, cache, pos, v):
     """Causal attention on the latent cache, float32 [T, heads*v], of queries `q` float32 [T, heads, nope+rope] at pos .. pos+T-1.
 
     `kv_b` is the matrix kv_b_proj, per head its nope key rows, then its v value rows; it is taken once, in blocks of whole
-    heads. `cache` float32 [capacity, latent+rope] holds [c | r] of all positions up to pos+T-1. The bits of a head and
+    heads, by .blocks(), or by .share(work, threads) if it has readers that do the work on what they have read. `cache` float32 [capacity, latent+rope] holds [c | r] of all positions up to pos+T-1. The bits of a head and
     token depend on nothing but that head, that token and the cache before it. Raises ValueError where shapes do not fit,
     NotFinite where a score or a value is infinite or NaN.
     """
@@ -444,14 +445,21 @@ def attend(kv_b, q, cache, pos, v):
         raise ValueError(f"attend: queries {q.shape} at position {pos}, cache {cache.shape}, kv_b_proj {kv_b.shape} and values of {v} do not fit")
     pitch = -(-width // 16) * 16 + -(-latent // 16) * 16 + 16
     out = np.empty((T, heads * v), np.float32)
-    for first, rows in kv_b.blocks(each):
+
+    def some_heads(first, rows, threads=1):
         if len(rows) % each:
             raise ValueError(f"attend: a block of kv_b_proj has {len(rows)} rows, expected whole heads of {each}")
         here = len(rows) // each
-        span = min(16, 4 * -(-here // (4 * get_num_threads())))
+        span = min(16, 4 * -(-here // (4 * threads)))
         items = -(-here // span)
         work, s = aligned((items, min(T, SLICE) * span, pitch)), aligned((items, 4, TILE))
-        _attend(items, span, rows, first // each, q, cache, pos, v, work, s, out)
+        spread(threads, items, _attend, span, rows, first // each, q, cache, pos, v, work, s, out)
+
+    if hasattr(kv_b, "share"):
+        kv_b.share(some_heads, get_num_threads())
+    else:
+        for first, rows in kv_b.blocks(each):
+            some_heads(first, rows, threads_for(T * len(rows) * latent + 2 * T * len(rows) // each * (pos + T) * width))
     check_product(out, q, lambda r: (r // v * each, (r // v + 1) * each))
     return out
 

@@ -43,7 +43,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count, groupby
 from typing import NamedTuple
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
@@ -51,10 +50,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from k3lib.checkpoint import Checkpoint, CheckpointError, header_bytes, identity, sync_folder, writing
-from k3lib.linear import INNER, KERNEL, TILE, Rows, bf16_to_float32, matmul_rows
+from k3lib.linear import CORES, INNER, KERNEL, NO_MORE, TILE, Rows, bf16_to_float32, draw, matmul_rows
 
 PAGE = 4096  # O_DIRECT wants offsets, lengths and addresses in whole pages
-CORES = numba.config.NUMBA_NUM_THREADS
 MOST_READERS = 64
 ONE_READ = 1 << 26  # Linux moves at most 2 GiB - 4 KiB a call; after less a signal is heard sooner
 ITEMSIZE = {"BF16": 2, "F32": 4, "U8": 1}
@@ -526,9 +524,6 @@ class Read(NamedTuple):
 # the matrix, and draw its pieces from one counter that they share, in compiled code: no lock, and all end within a piece of each other.
 
 # %% tags=["export"]
-NO_MORE = 1 << 62  # a counter set to this gives no more pieces
-
-
 class Ring:
     """Aligned slots that readers fill in the order of a cyclic list of reads, ahead of the arithmetic.
 
@@ -858,20 +853,6 @@ def worked(journal, p):
     journal[0, 3] += journal[p + 1, 3]
 
 
-@intrinsic
-def _add(typingctx, counter, n):
-    "(int64 [1], int64): counter[0] += n, whoever else does so at this moment; returns what it was."
-    def codegen(context, builder, sig, args):
-        return builder.atomic_rmw("add", context.make_array(sig.args[0])(context, builder, args[0]).data, args[1], "monotonic")
-    return types.int64(counter, types.int64), codegen
-
-
-@njit(**KERNEL)
-def draw(counter):
-    "The next number, from 0, of a `counter` int64 [1] that several threads share."
-    return _add(counter, 1)
-
-
 @njit(**KERNEL)
 def _stream_rows(descriptor, offset, rows, piece, stride, slot, elements, k, x, out, first, drawn, journal):
     """Rows [rows, k] at `offset`, read `piece` at a time into `slot`, of which `elements` is another view, as long as `drawn` gives
@@ -928,6 +909,8 @@ def stream_rows(files, read, slot, x, out, drawn):
 # %% [markdown]
 # How many readers may do this at a time? If the caller gives some of the cores, as many as that. If it gives all, more than there are
 # cores: one that waits for its device leaves the core to another.
+# What is no plain product, as attention with `kv_b_proj`, comes to them as `share`: a function of whole blocks, which each reader calls on what
+# it has read.
 
 # %% tags=["export"]
 def at_once(threads):
@@ -960,6 +943,10 @@ class Streamed:
         def call(read, data):
             work(read.first, data.reshape(read.rows, *self.shape[1:]))
         self.ring.each(self.number, len(self.reads), call, threads, stream)
+
+    def share(self, work, threads):
+        "The same by readers as `at_once` lets them, for work that costs as much as a product."
+        self.each(work, at_once(threads))
 
     def multiply(self, x, out, threads):
         "out float32 [T, n] = x W^T for x as `linear` lays it out. What has not been read ahead is read and multiplied in pieces."
