@@ -1,9 +1,4 @@
 """Kimi K3 under a RAM budget: the package made from the book's chapters. See `k3lib.load`, or run `k3 --help`."""
-import os
-
-# Readers share the cores with the arithmetic: a thread that waits for its next loop must sleep, not spin. Read by GNU OpenMP when numba starts it.
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
-
 _HOME = {"load": "decode", "Report": "decode", "Plan": "decode", "Checkpoint": "checkpoint", "Tokenizer": "tokenizer"}
 __all__ = sorted(_HOME)
 

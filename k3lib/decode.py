@@ -4,10 +4,10 @@ Made from book/05_streaming/06_decode.py: edit that, then run `make export`.
 """
 # built on checkpoint b58d7a02cc27
 # built on config e3e1d35a4c85
-# built on experts 9ecbbfa9d9d7
-# built on model 97875722b38d
+# built on experts aa951e8b3f04
+# built on model b1da33f5c114
 # built on tokenizer c06b8d1ee8ea
-# built on trunk 8412c0c07d99
+# built on trunk a0f5993a6d38
 
 import contextlib
 import ctypes

@@ -2,10 +2,10 @@
 
 Made from book/05_streaming/04_experts.py: edit that, then run `make export`.
 """
-# built on linear 68d0161db757
-# built on moe 749c61e392e1
-# built on mxfp4 c3bdf56e2279
-# built on trunk 8412c0c07d99
+# built on linear 60a23a055c26
+# built on moe 6d30998b9d29
+# built on mxfp4 bffb0d92cd6d
+# built on trunk a0f5993a6d38
 
 import heapq
 import itertools

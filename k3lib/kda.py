@@ -2,7 +2,7 @@
 
 Made from book/02_kda/01_kda.py: edit that, then run `make export`.
 """
-# built on linear 68d0161db757
+# built on linear 60a23a055c26
 
 from typing import NamedTuple
 

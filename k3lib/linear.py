@@ -2,7 +2,7 @@
 
 Made from book/01_mxfp4/03_linear.py: edit that, then run `make export`.
 """
-# built on mxfp4 c3bdf56e2279
+# built on mxfp4 bffb0d92cd6d
 
 import numpy as np
 from llvmlite import ir

@@ -2,8 +2,8 @@
 
 Made from book/03_mla/01_mla.py: edit that, then run `make export`.
 """
-# built on linear 68d0161db757
-# built on mxfp4 c3bdf56e2279
+# built on linear 60a23a055c26
+# built on mxfp4 bffb0d92cd6d
 
 import numpy as np
 from numba import get_num_threads, njit
@@ -163,9 +163,10 @@ def attend(kv_b, q, cache, pos, v):
     """Causal attention on the latent cache, float32 [T, heads*v], of queries `q` float32 [T, heads, nope+rope] at pos .. pos+T-1.
 
     `kv_b` is the matrix kv_b_proj, per head its nope key rows, then its v value rows; it is taken once, in blocks of whole
-    heads, by .blocks(), or by .share(work, threads) if it has readers that do the work on what they have read. `cache` float32 [capacity, latent+rope] holds [c | r] of all positions up to pos+T-1. The bits of a head and
-    token depend on nothing but that head, that token and the cache before it. Raises ValueError where shapes do not fit,
-    NotFinite where a score or a value is infinite or NaN.
+    heads, by .blocks(), or by .share(work, threads) if it has readers that do the work on what they have read. `cache` float32
+    [capacity, latent+rope] holds [c | r] of all positions up to pos+T-1. The bits of a head and token depend on nothing but
+    that head, that token and the cache before it. Raises ValueError where shapes do not fit, NotFinite where a score or a value
+    is infinite or NaN.
     """
     T, heads, d = q.shape
     latent, width = kv_b.shape[1], cache.shape[1]

@@ -3,11 +3,11 @@
 Made from book/05_streaming/05_model.py: edit that, then run `make export`.
 """
 # built on checkpoint b58d7a02cc27
-# built on kda 62c83a1d7d2c
-# built on linear 68d0161db757
-# built on mla 12084d187896
-# built on moe 749c61e392e1
-# built on residual 1a96c4856b25
+# built on kda 9f63fa2c31dd
+# built on linear 60a23a055c26
+# built on mla 252b72256662
+# built on moe 6d30998b9d29
+# built on residual 508211b6420c
 
 import contextlib
 import dataclasses

@@ -2,9 +2,9 @@
 
 Made from book/04_moe_router/02_moe.py: edit that, then run `make export`.
 """
-# built on linear 68d0161db757
-# built on mxfp4 c3bdf56e2279
-# built on router e2c74fbb5752
+# built on linear 60a23a055c26
+# built on mxfp4 bffb0d92cd6d
+# built on router 1eb1d67ac0ca
 
 from typing import NamedTuple
 

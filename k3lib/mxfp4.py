@@ -6,7 +6,8 @@ Made from book/01_mxfp4/02_mxfp4.py: edit that, then run `make export`.
 import math
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
+from _thread import start_new_thread  # threading's waits for the thread, at locks that an interrupt may leave locked
+from queue import SimpleQueue
 
 import numba
 import numpy as np
@@ -377,7 +378,7 @@ def _rows4_tokens4(p, s, r, x, t, groups, out, first):
 CORES = numba.config.NUMBA_NUM_THREADS
 NO_MORE = 1 << 62  # a counter set to this gives nothing more to do
 RUNS = 8  # that a thread draws of its share: few enough to lose little where one ends, enough to end together
-_NEXT, _DONE, _STEP = 0, 1, 2  # of spread()'s counters
+_NEXT, _DONE, _STEP, _AT_WORK = range(4)  # the counters of spread(): int64, as is the one that chapter 5 draws from
 
 
 @intrinsic
@@ -408,21 +409,44 @@ def finish(drawn, begin, end):
 
 
 @njit(**KERNEL)
-def _finished(drawn):
-    return _add(drawn, _DONE, 0)
+def _finished(drawn, n):
+    "Whether all n are done, now or within some microseconds."
+    for _ in range(1000):
+        if _add(drawn, _DONE, 0) >= n:
+            return True
+    return False
+
+
+@njit(**KERNEL)
+def _count(drawn, i, n):
+    return _add(drawn, i, n)
 
 
 WORTH = 1 << 21  # multiply-adds: with fewer the caller alone is done before a second thread could help
 
 
-def _new_helpers():
-    global _helpers
-    _helpers = ThreadPoolExecutor(max(1, CORES - 1), "k3-helper")
+def _have_helpers():
+    global _tasks, _helpers
+    _tasks, _helpers = SimpleQueue(), []
 
 
-_new_helpers()
+_have_helpers()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_new_helpers)  # a child has none of its parent's threads
+    os.register_at_fork(after_in_child=_have_helpers)  # a child has none of its parent's threads
+
+
+def _help(tasks):
+    "A helper's life."
+    while True:
+        kernel, args, drawn, failed = tasks.get()
+        _count(drawn, _AT_WORK, 1)
+        try:
+            kernel(*args, drawn)
+        except BaseException as error:  # whatever it is, the caller must hear of it
+            failed.append(error)
+        finally:
+            _count(drawn, _AT_WORK, -1)
+        del kernel, args, drawn, failed  # or an idle helper would keep the arrays
 
 
 def threads_for(work):
@@ -434,19 +458,27 @@ def spread(threads, n, kernel, *args):
     """kernel(n, *args, drawn) on `threads` threads at once, this one among them. Each does the run of range(n) that draw_run(drawn, n) gives it,
     says so by finish(drawn, begin, end), and draws again until there is none.
 
-    Returns when all is done, or, if this thread is interrupted, when no other is at work any more. Raises what any of them raised.
+    Returns when all is done, or, if this thread is interrupted or any fails, when no other is at work any more. Raises what was raised.
     """
-    drawn = np.array([0, 0, -(-n // (RUNS * threads))])
-    helpers = [_helpers.submit(kernel, n, *args, drawn) for _ in range(threads - 1)]
+    drawn, failed = np.array([0, 0, n if threads == 1 else -(-n // (RUNS * threads)), 0], np.int64), []
+    if threads == 1:
+        return kernel(n, *args, drawn)
+    kernel(0, *args, np.zeros_like(drawn))  # is compiled here, where Ctrl-C is heard, and not in a helper that would be waited for
+    while len(_helpers) < min(threads, CORES) - 1:
+        _helpers.append(start_new_thread(_help, (_tasks,)))
     try:
+        for _ in range(threads - 1):
+            _tasks.put((kernel, (n, *args), drawn, failed))
         kernel(n, *args, drawn)
-        while _finished(drawn) < n and not all(helper.done() for helper in helpers):
+        while not _finished(drawn, n) and not failed:
             time.sleep(0)  # for the rest of a run: a turn for whoever needs this core
     finally:
-        if _finished(drawn) < n:
-            drawn[_NEXT] = NO_MORE
-            for helper in helpers:
-                helper.cancel() or helper.result()
+        if not _finished(drawn, n):
+            _count(drawn, _NEXT, NO_MORE)
+            while _count(drawn, _AT_WORK, 0):
+                time.sleep(0)
+    if failed:
+        raise failed[0]
 
 
 TILE = 16  # rows

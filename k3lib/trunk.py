@@ -3,7 +3,7 @@
 Made from book/05_streaming/03_trunk.py: edit that, then run `make export`.
 """
 # built on checkpoint b58d7a02cc27
-# built on linear 68d0161db757
+# built on linear 60a23a055c26
 
 import errno
 import logging
@@ -179,9 +179,9 @@ class Files:
 
     def read(self, buffer, extent, offset, nbytes, part):
         "Read part of `extent` (from byte `offset` of it) into `buffer`; returns where it begins there."
-        file = self._begin(extent, offset)
         began, used, moved = time.perf_counter(), 0, 0
         try:
+            file = self._begin(extent, offset)
             start, moved = file.read(buffer, extent.offset + offset, nbytes)
             used = nbytes
         finally:
@@ -197,9 +197,9 @@ class Files:
         with, the bytes moved, the processor seconds of the work, and the bytes it was after; in row 0 the seconds of all reads, when
         the loop began, and the sums of the last three.
         """
-        file = self._begin(extent, offset)
         result, journal = None, np.zeros((pieces + 1, 5))
         try:
+            file = self._begin(extent, offset)
             descriptor, direct = file.descriptor
             if direct:
                 result = loop(descriptor, journal)
@@ -347,9 +347,10 @@ class Ring:
     A block leaves in one of two ways: take() hands it to the caller, in order, until it is released; each() has the readers
     themselves call a function on the blocks of a matrix. Blocks are numbered once and for all, across passes and rewinds:
     whoever gives back a block of an interrupted pass gives back nothing. `ahead`: most blocks that wait in their slots, all if None.
+    `name`: of the readers' threads.
     """
 
-    def __init__(self, files, reads, slots, slot_bytes, readers, ahead=None):
+    def __init__(self, files, reads, slots, slot_bytes, readers, ahead=None, name="trunk"):
         if slots < 1 or readers < 1:
             raise ValueError(f"a ring of {slots} slots and {readers} readers moves nothing")
         self.files, self.reads, self.slots, self.ahead = files, reads, slots, ahead or slots
@@ -365,7 +366,7 @@ class Ring:
         self._at = self._until = self._most = 0  # blocks from `at` to `until` are for `call` to read, at most so many at a time
         self._due = []  # blocks of the open matrix that were read ahead
         self._left = self._calling = self._busy = self._waiting = 0  # calls not ended; readers that call; at work; without work
-        self._readers = [threading.Thread(target=self._serve, name=f"k3-trunk-{i}", daemon=True) for i in range(readers)]
+        self._readers = [threading.Thread(target=self._serve, name=f"k3-{name}-{i}", daemon=True) for i in range(readers)]
         for thread in self._readers:
             thread.start()
 
@@ -725,7 +726,7 @@ class Streamed:
         self.ring.each(self.number, len(self.reads), call, threads, stream)
 
     def share(self, work, threads):
-        "The same by readers as `at_once` lets them, for work that costs as much as a product."
+        "The same for arithmetic that has `threads` threads: as many readers at a time as at_once() says."
         self.each(work, at_once(threads))
 
     def multiply(self, x, out, threads):
@@ -784,7 +785,7 @@ class Trunk:
             self._index[name] = line, len(lines[line])
             lines[line].extend(self.reads[name])
         self.ring = Ring(files, lines[0], slots, slot_bytes, readers, ahead) if lines[0] else None
-        self.early = Ring(files, lines[1], *room, 1) if lines[1] else None
+        self.early = Ring(files, lines[1], *room, 1, name="early") if lines[1] else None
         self._starts = [0, 0]
 
     def _rings(self):

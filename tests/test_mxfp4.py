@@ -318,7 +318,7 @@ def test_a_failure_of_any_thread_is_raised_and_ends_the_others():
             if (threading.get_ident() == here) == mine:
                 came.set()
                 raise ArithmeticError("mine" if mine else "a helper's")
-            came.wait(5)
+            assert came.wait(5)
             time.sleep(0.001)
 
         kernel, drawn_by = in_turn(step)
@@ -329,6 +329,103 @@ def test_a_failure_of_any_thread_is_raised_and_ends_the_others():
             assert sum(done.values()) < 200, "the others went on"
         time.sleep(0.02)
         assert done == {thread: len(parts) for thread, parts in drawn_by.items()}, "a helper outlived spread"
+
+
+def test_a_helper_that_fails_at_once_is_heard():
+    here = threading.get_ident()
+
+    def kernel(parts, drawn):
+        if threading.get_ident() != here:
+            raise ArithmeticError("a helper's")
+        while (run := next_run(drawn, parts))[0] < parts:
+            time.sleep(0.001)  # time for the other to come
+            count(drawn, *run)
+
+    with pytest.raises(ArithmeticError, match="a helper's"):
+        spread(2, 100, kernel)
+        pytest.fail("the helper never came")
+
+
+@njit(nogil=True)
+def slow(n, out, drawn):
+    while True:
+        begin, end = draw_run(drawn, n)
+        if begin >= n:
+            return
+        for i in range(begin, end):
+            for _ in range(20_000):
+                out[i] = out[i] * 0.9999 + 1
+        finish(drawn, begin, end)
+
+
+@pytest.mark.parametrize("new_helpers", [False, True])
+def test_an_interrupt_at_any_line_leaves_nobody_at_work(new_helpers):
+    "Ctrl-C comes between any two lines, also where a helper is started; afterwards nothing is written and helpers still come."
+    ours = {module.__file__ for module in (mxfp4, threading)}
+    spread(2, 8, slow, np.zeros(8))  # is compiled
+    line = interrupted = 0
+    while True:
+        out, lines = np.zeros(200), 0
+        if new_helpers:
+            mxfp4._have_helpers()
+
+        def trace(frame, event, _):
+            nonlocal lines
+            if frame.f_code.co_filename not in ours:
+                return None
+            lines += 1
+            if lines == line + 1:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            spread(2, len(out), slow, out)
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            sys.settrace(None)
+        then = out.copy()
+        time.sleep(0.005)
+        assert (out == then).all(), f"a helper writes on after an interrupt at line {line}"
+        if lines <= line:
+            break
+        line += 1
+    assert interrupted > 10
+    kernel, drawn_by = in_turn(lambda part: time.sleep(0.0001))
+    spread(2, 1000, kernel)
+    assert len(drawn_by) == 2, "no helper comes any more"
+
+
+def test_many_callers_at_once():
+    def call(threads):
+        by = np.zeros(5000, np.int64)
+        for n in range(1, 30):
+            spread(threads, len(by), record, by)
+            assert (by == n).all()
+        return True
+
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(call, [2, 3, 2, 5, 1, 2])) == [True] * 6
+
+
+def test_a_thread_that_outlives_the_main_one():
+    run = subprocess.run([sys.executable, "-c", OUTLIVES], capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert (run.returncode, run.stdout, run.stderr) == (0, "20\n", "")
+
+
+OUTLIVES = """
+import threading, time
+import numpy as np
+from k3lib import mxfp4
+mxfp4.WORTH = 0
+def late():
+    threading.main_thread().join()
+    packed, scale, x, out = np.zeros((64, 16), np.uint8), np.zeros((64, 1), np.uint8), np.zeros((1, 32), np.float32), np.zeros((1, 64), np.float32)
+    print(sum(mxfp4.mxfp4_matmul(packed, scale, x, out).shape[0] for _ in range(20)), flush=True)
+threading.Thread(target=late).start()
+"""
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
@@ -344,8 +441,9 @@ def test_a_forked_child_has_helpers_of_its_own():
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_small_work_stays_with_the_caller():
-    assert threads_for(mxfp4.WORTH) == numba.get_num_threads() and threads_for(mxfp4.WORTH - 1) == 1
+def test_small_work_stays_with_the_caller(monkeypatch):
+    monkeypatch.setattr(numba, "get_num_threads", lambda: 7)
+    assert threads_for(mxfp4.WORTH) == 7 and threads_for(mxfp4.WORTH - 1) == 1
 
 
 def targets():

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from k3lib import trunk as trunk_module
 from k3lib.checkpoint import Checkpoint, CheckpointError, Extent, header_bytes
 from k3lib.linear import Rows, linear
-from k3lib.trunk import (PAGE, File, Files, Packed, Ring, Trunk, aligned, as_float32, at_once, data_runs, early_room, is_matrix, pack, row_blocks, stride_of,
+from k3lib.trunk import (CORES, PAGE, File, Files, Packed, Ring, Trunk, aligned, as_float32, at_once, data_runs, early_room, is_matrix, pack, row_blocks, stride_of,
                          typed, widened)
 
 DTYPE = {"BF16": np.uint16, "F32": np.float32, "U8": np.uint8}
@@ -409,6 +409,11 @@ def each_pass(trunk, tensors, rng, threads=2):
                 seen.append((first, len(rows)))
 
         if isinstance(W, Rows):
+            continue
+        if threads < CORES:
+            W.share(work, threads)
+            assert running[0] == 0 and most[0] <= threads, f"{name}: {most[0]} calls at a time, {threads} allowed"
+            assert sorted(seen) == [(r.first, r.rows) for r in trunk.reads[name]], f"{name}: blocks {sorted(seen)}"
             continue
         W.each(work, threads)
         assert running[0] == 0, f"{name}: each() has returned before its calls"

@@ -22,7 +22,8 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 import math
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
+from _thread import start_new_thread  # threading's waits for the thread, at locks that an interrupt may leave locked
+from queue import SimpleQueue
 
 import numba
 import numpy as np
@@ -840,13 +841,13 @@ def _rows4_tokens4(p, s, r, x, t, groups, out, first):
 # The driver cuts the matrix into tiles of sixteen rows, 30 KB here, which the nearest cache holds, and walks all tokens over a tile before the
 # next one. Tiles are independent, so threads may take them in any way. They draw runs of them from one counter: whoever is done takes the
 # next, and all end within a run of each other. The addition is atomic, so no tile is drawn twice. A run is several tiles, because at its end
-# memory has been asked for rows that another thread will take: with single tiles this kernel took half as long again.
+# memory has been asked for rows that another thread will take.
 
 # %% tags=["export"]
 CORES = numba.config.NUMBA_NUM_THREADS
 NO_MORE = 1 << 62  # a counter set to this gives nothing more to do
 RUNS = 8  # that a thread draws of its share: few enough to lose little where one ends, enough to end together
-_NEXT, _DONE, _STEP = 0, 1, 2  # of spread()'s counters
+_NEXT, _DONE, _STEP, _AT_WORK = range(4)  # the counters of spread(): int64, as is the one that chapter 5 draws from
 
 
 @intrinsic
@@ -877,30 +878,58 @@ def finish(drawn, begin, end):
 
 
 @njit(**KERNEL)
-def _finished(drawn):
-    return _add(drawn, _DONE, 0)
+def _finished(drawn, n):
+    "Whether all n are done, now or within some microseconds."
+    for _ in range(1000):
+        if _add(drawn, _DONE, 0) >= n:
+            return True
+    return False
+
+
+@njit(**KERNEL)
+def _count(drawn, i, n):
+    return _add(drawn, i, n)
 
 
 # %% [markdown]
-# Who are they? The caller, and threads of Python's own pool: a kernel gives up the interpreter's lock while it runs. numba's `prange` would write
-# this for us. But it takes the loop apart and compiles it once more, which is dear where a dozen kernels have to be ready for a first token, and
-# its threads may spin while they wait, on cores that chapter 5 needs for reading. Those of the pool sleep. To wake one takes longer than
-# a small product, so small work stays with the caller. And the caller, when nothing is left to draw, does not wait for the others to say that they
-# have ended, which would cost two more turns of the interpreter's lock: what counts is that every part is done. The first lines of 1.2.12
-# measure the prices.
+# Who are they? The caller, and threads that wait at a queue: a kernel gives up the interpreter's lock while it runs. numba's `prange` would write
+# this for us. But it takes the loop apart and compiles it once more, which is dear where a dozen kernels have to be ready for a first token, some
+# of its layers of threads may not be called by two threads at once, and others spin while they wait, on cores that chapter 5 needs for reading.
+# Python's own pool of threads hands over through locks that an interrupt at the wrong moment leaves locked; a `SimpleQueue` does it in one call.
+#
+# To wake a thread takes longer than a small product, so small work stays with the caller. And the caller, when nothing is left to draw, does not
+# wait for the others to say that they have ended, which would cost more turns of the interpreter's lock: what counts is that every run is done.
+# A helper that comes late finds nothing to draw. The first lines of 1.2.12 measure the prices.
+#
+# Ctrl-C ends this in order: nothing more can be drawn, and the caller leaves when no helper is at work on its arrays. It may come anywhere, so
+# what must be taken back is inside the `try`.
 
 # %% tags=["export"]
 WORTH = 1 << 21  # multiply-adds: with fewer the caller alone is done before a second thread could help
 
 
-def _new_helpers():
-    global _helpers
-    _helpers = ThreadPoolExecutor(max(1, CORES - 1), "k3-helper")
+def _have_helpers():
+    global _tasks, _helpers
+    _tasks, _helpers = SimpleQueue(), []
 
 
-_new_helpers()
+_have_helpers()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_new_helpers)  # a child has none of its parent's threads
+    os.register_at_fork(after_in_child=_have_helpers)  # a child has none of its parent's threads
+
+
+def _help(tasks):
+    "A helper's life."
+    while True:
+        kernel, args, drawn, failed = tasks.get()
+        _count(drawn, _AT_WORK, 1)
+        try:
+            kernel(*args, drawn)
+        except BaseException as error:  # whatever it is, the caller must hear of it
+            failed.append(error)
+        finally:
+            _count(drawn, _AT_WORK, -1)
+        del kernel, args, drawn, failed  # or an idle helper would keep the arrays
 
 
 def threads_for(work):
@@ -912,19 +941,27 @@ def spread(threads, n, kernel, *args):
     """kernel(n, *args, drawn) on `threads` threads at once, this one among them. Each does the run of range(n) that draw_run(drawn, n) gives it,
     says so by finish(drawn, begin, end), and draws again until there is none.
 
-    Returns when all is done, or, if this thread is interrupted, when no other is at work any more. Raises what any of them raised.
+    Returns when all is done, or, if this thread is interrupted or any fails, when no other is at work any more. Raises what was raised.
     """
-    drawn = np.array([0, 0, -(-n // (RUNS * threads))])
-    helpers = [_helpers.submit(kernel, n, *args, drawn) for _ in range(threads - 1)]
+    drawn, failed = np.array([0, 0, n if threads == 1 else -(-n // (RUNS * threads)), 0], np.int64), []
+    if threads == 1:
+        return kernel(n, *args, drawn)
+    kernel(0, *args, np.zeros_like(drawn))  # is compiled here, where Ctrl-C is heard, and not in a helper that would be waited for
+    while len(_helpers) < min(threads, CORES) - 1:
+        _helpers.append(start_new_thread(_help, (_tasks,)))
     try:
+        for _ in range(threads - 1):
+            _tasks.put((kernel, (n, *args), drawn, failed))
         kernel(n, *args, drawn)
-        while _finished(drawn) < n and not all(helper.done() for helper in helpers):
+        while not _finished(drawn, n) and not failed:
             time.sleep(0)  # for the rest of a run: a turn for whoever needs this core
     finally:
-        if _finished(drawn) < n:
-            drawn[_NEXT] = NO_MORE
-            for helper in helpers:
-                helper.cancel() or helper.result()
+        if not _finished(drawn, n):
+            _count(drawn, _NEXT, NO_MORE)
+            while _count(drawn, _AT_WORK, 0):
+                time.sleep(0)
+    if failed:
+        raise failed[0]
 
 
 # %% tags=["export"]
@@ -1159,7 +1196,7 @@ def first_call(kernel, *args):
     return time.perf_counter() - began
 
 
-print(f"first call: prange {first_call(with_prange):.2f} s, drawing {first_call(njit(nogil=True)(_matmul.py_func), np.array([0, 0, 4])):.2f} s")
+print(f"first call: prange {first_call(with_prange):.2f} s, drawing {first_call(njit(nogil=True)(_matmul.py_func), np.array([0, 0, 4, 0])):.2f} s")
 sums, parts = np.ones(400), (4, 40, 400)
 called = median_seconds({(n, threads): lambda n=n, threads=threads: [spread(threads, n, busy, sums) for _ in range(50)] for n in parts for threads in (1, 2)})
 for n in parts:

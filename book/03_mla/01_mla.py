@@ -394,7 +394,8 @@ def _value(w, i, latent, work, j, total, out, t, first, v):
 
 
 # %% [markdown]
-# `kv_b_proj` arrives as blocks of whole heads and goes by once. An item of work is up to 16 heads: start their queries, walk the cache once,
+# `kv_b_proj` arrives as blocks of whole heads and goes by once. If it has readers (chapter 5.3), each attends with the heads it has read; a
+# resident one is cut into items, which threads draw. An item of work is up to 16 heads: start their queries, walk the cache once,
 # read the values. A tile (64 rows of 2,304 bytes) stays in the core's cache while all the item's queries visit it. A long chunk
 # is taken eight tokens at a time, so that scratch never grows with the chunk or the context.
 
@@ -434,9 +435,10 @@ def attend(kv_b, q, cache, pos, v):
     """Causal attention on the latent cache, float32 [T, heads*v], of queries `q` float32 [T, heads, nope+rope] at pos .. pos+T-1.
 
     `kv_b` is the matrix kv_b_proj, per head its nope key rows, then its v value rows; it is taken once, in blocks of whole
-    heads, by .blocks(), or by .share(work, threads) if it has readers that do the work on what they have read. `cache` float32 [capacity, latent+rope] holds [c | r] of all positions up to pos+T-1. The bits of a head and
-    token depend on nothing but that head, that token and the cache before it. Raises ValueError where shapes do not fit,
-    NotFinite where a score or a value is infinite or NaN.
+    heads, by .blocks(), or by .share(work, threads) if it has readers that do the work on what they have read. `cache` float32
+    [capacity, latent+rope] holds [c | r] of all positions up to pos+T-1. The bits of a head and token depend on nothing but
+    that head, that token and the cache before it. Raises ValueError where shapes do not fit, NotFinite where a score or a value
+    is infinite or NaN.
     """
     T, heads, d = q.shape
     latent, width = kv_b.shape[1], cache.shape[1]
