@@ -26,6 +26,8 @@ def _check_outputs(model, *paths):
             raise UsageError(f"{path}: is a folder, expected a file to write")
         if not path.parent.is_dir():
             raise FileNotFoundError(f"{path}: there is no folder {path.parent} to write it in")
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise UsageError(f"{path}: the folder {path.parent} may not be written to")
         if path.is_symlink() or path.exists() and not path.is_file():
             raise UsageError(f"{path}: is no regular file, so it will not be replaced by one")
         if path.resolve().parent == Path(model).resolve():
@@ -275,6 +277,12 @@ def _stopping(command):
                 os.write(sys.stderr.fileno(), f"k3 {command}: {STOPPING[number]} in the middle of a read or a product that did not end\n".encode())
             os._exit(128 + number)
 
+    def lost(unraisable):
+        "A signal heard inside a callback of a library, which drops it: the walk raises it again (_say), and there is nothing to show."
+        if not (came and unraisable.exc_type is KeyboardInterrupt):
+            hook(unraisable)
+
+    hook, sys.unraisablehook = sys.unraisablehook, lost
     os.set_blocking(writer, False)
     before = {number: signal.signal(number, heed) for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN}
     others = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -283,6 +291,7 @@ def _stopping(command):
     try:
         yield came
     finally:
+        sys.unraisablehook = hook
         signal.set_wakeup_fd(others)
         if not came:  # else the watcher stays, in case the end of the process takes long
             os.write(writer, b"\0")
@@ -316,7 +325,9 @@ def _main(args, came):
             number = came[0] if came else signal.SIGINT
             code, text = 128 + number, f"{STOPPING[number]} {getattr(error, 'done', '')}".rstrip()
         else:
-            code, text = _exit_code(error), str(error)
+            code, text = 1, str(error)
+            with contextlib.suppress(Exception):  # where it was an import that failed, it fails again
+                code = _exit_code(error)
             if code == 1 and not isinstance(error, OutputLost):
                 text = f"{type(error).__name__}: {error}"
         if sys.stderr is not None:

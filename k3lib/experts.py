@@ -2,10 +2,10 @@
 
 Made from book/05_streaming/04_experts.py: edit that, then run `make export`.
 """
-# built on linear 60a23a055c26
-# built on moe 6d30998b9d29
-# built on mxfp4 bffb0d92cd6d
-# built on trunk a0f5993a6d38
+# built on linear dccc736ce91a
+# built on moe 998534e8456b
+# built on mxfp4 0f1b34b47d7c
+# built on trunk a43a46fcf595
 
 import heapq
 import itertools
@@ -567,6 +567,7 @@ class Experts:
             self._news.notify_all()
         for thread in self._threads:
             thread.join()
+        self._memory, self._resident = [], {}
 
 
 class _Layer:

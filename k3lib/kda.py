@@ -2,7 +2,7 @@
 
 Made from book/02_kda/01_kda.py: edit that, then run `make export`.
 """
-# built on linear 60a23a055c26
+# built on linear dccc736ce91a
 
 from typing import NamedTuple
 

@@ -2,7 +2,7 @@
 
 Made from book/01_mxfp4/03_linear.py: edit that, then run `make export`.
 """
-# built on mxfp4 bffb0d92cd6d
+# built on mxfp4 0f1b34b47d7c
 
 import numpy as np
 from llvmlite import ir
@@ -213,6 +213,8 @@ def linear(W, x, out=None):
         raise ValueError(f"linear: x has shape {x.shape}, W {W.shape}: the last dimensions differ")
     if out is None:
         out = np.empty((x.shape[0], n), np.float32)
+    elif out.shape != (x.shape[0], n) or out.dtype != np.float32:
+        raise ValueError(f"linear: out is {out.dtype} {out.shape}, expected float32 {(x.shape[0], n)}")
     on_lines = aligned((x.shape[0], k + -k % LANES))
     on_lines[:, :k] = x
     if hasattr(W, "multiply"):
@@ -253,6 +255,8 @@ def rms_norm(x, weight, eps, out=None):
     """
     if out is None:
         out = np.empty_like(x)
+    if weight.shape != x.shape[1:] or out.shape != x.shape:
+        raise ValueError(f"rms_norm: x {x.shape}, weight {weight.shape} and out {out.shape} do not fit")
     bad = _rms_norm(x, weight, eps, out)
     if bad >= 0:
         raise NotFinite(f"the sum of squares of row {bad} is {dot(x[bad], x[bad])}, expected a finite number")

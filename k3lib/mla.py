@@ -2,8 +2,8 @@
 
 Made from book/03_mla/01_mla.py: edit that, then run `make export`.
 """
-# built on linear 60a23a055c26
-# built on mxfp4 bffb0d92cd6d
+# built on linear dccc736ce91a
+# built on mxfp4 0f1b34b47d7c
 
 import numpy as np
 from numba import get_num_threads, njit
@@ -171,7 +171,7 @@ def attend(kv_b, q, cache, pos, v):
     T, heads, d = q.shape
     latent, width = kv_b.shape[1], cache.shape[1]
     each = d - (width - latent) + v
-    if kv_b.shape[0] != heads * each or not latent <= width <= latent + d or pos + T > len(cache):
+    if kv_b.shape[0] != heads * each or not latent <= width <= latent + d or not 0 <= pos <= len(cache) - T:
         raise ValueError(f"attend: queries {q.shape} at position {pos}, cache {cache.shape}, kv_b_proj {kv_b.shape} and values of {v} do not fit")
     pitch = -(-width // 16) * 16 + -(-latent // 16) * 16 + 16
     out = np.empty((T, heads * v), np.float32)

@@ -3,11 +3,11 @@
 Made from book/05_streaming/05_model.py: edit that, then run `make export`.
 """
 # built on checkpoint b58d7a02cc27
-# built on kda 9f63fa2c31dd
-# built on linear 60a23a055c26
-# built on mla 252b72256662
-# built on moe 6d30998b9d29
-# built on residual 508211b6420c
+# built on kda a9331b6a81dc
+# built on linear dccc736ce91a
+# built on mla 5f1157306a4a
+# built on moe 998534e8456b
+# built on residual be384b6ccb1d
 
 import contextlib
 import dataclasses
@@ -121,6 +121,13 @@ def file_pieces(file, begin, end, where):
         yield piece
 
 
+def check_range(ids, config):
+    "UsageError for an id that the vocabulary has not."
+    for i in ids:
+        if not 0 <= i < config.vocab_size:
+            raise UsageError(f"token id {i} is out of range: the vocabulary has ids 0..{config.vocab_size - 1}")
+
+
 class Model:
     """The decoder: walks all layers once a pass, for one token or a chunk, and carries the sequence's state.
 
@@ -139,6 +146,7 @@ class Model:
                 extent = trunk.extents[name]
                 raise CheckpointError(not_finite_in(trunk.files, extent, name, 0, extent.shape[0]))
         self.turn = 0  # grows with whatever moves the sequence
+        self._closed = False
         self._process, self._call, self._identity = os.getpid(), threading.Lock(), None
         self.reset()
 
@@ -147,6 +155,8 @@ class Model:
         "A call that moves or reads the sequence. Raises RuntimeError in a forked process and while another call is under way."
         if os.getpid() != self._process:
             raise RuntimeError(f"this model belongs to process {self._process}, whose readers this one, forked from it, has not: load one here")
+        if self._closed:
+            raise RuntimeError("this model is closed: load one")
         if not self._call.acquire(blocking=False):
             raise RuntimeError("another call of this model is under way: one at a time, so load a model for each thread")
         try:
@@ -208,8 +218,7 @@ class Model:
         for i in ids:
             if not isinstance(i, (int, np.integer)) or isinstance(i, bool):
                 raise UsageError(f"{i!r} is not a token id: whole numbers are needed")
-            if not 0 <= i < self.config.vocab_size:
-                raise UsageError(f"token id {i} is out of range: the vocabulary has ids 0..{self.config.vocab_size - 1}")
+        check_range(ids, self.config)
         if self.position + len(ids) > self.context:
             raise UsageError(f"{self.position} + {len(ids)} positions do not fit the context of {self.context} this model was loaded for")
         return [int(i) for i in ids]
@@ -386,12 +395,19 @@ class Model:
         return position
 
     def close(self):
-        "End the readers and close the shards. A forked process has nothing to close."
+        "End the readers, close the shards and give the weights' memory back; `with` does it too. A forked process has nothing to close."
         if os.getpid() != self._process:
             return
+        self._closed = True
         self.experts.close()
         self.trunk.close()
         self.trunk.files.close()
 
+    def __enter__(self):
+        return self
 
-__all__ = ['EMBED', 'HEAD', 'FINAL', 'LATENT_EPS', 'UsageError', 'BARE', 'PART_ORDER', 'PART_PREFIX', 'NORMS', 'tensor_name', 'layer_parts', 'walk_order', 'row_multiples', 'Weights', 'EXPERT', 'not_finite_in', 'StateError', 'STATE_VERSION', 'ABOUT', 'PIECE', 'about_bytes', 'file_pieces', 'Model']
+    def __exit__(self, *_):
+        self.close()
+
+
+__all__ = ['EMBED', 'HEAD', 'FINAL', 'LATENT_EPS', 'UsageError', 'BARE', 'PART_ORDER', 'PART_PREFIX', 'NORMS', 'tensor_name', 'layer_parts', 'walk_order', 'row_multiples', 'Weights', 'EXPERT', 'not_finite_in', 'StateError', 'STATE_VERSION', 'ABOUT', 'PIECE', 'about_bytes', 'file_pieces', 'check_range', 'Model']

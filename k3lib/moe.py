@@ -2,9 +2,9 @@
 
 Made from book/04_moe_router/02_moe.py: edit that, then run `make export`.
 """
-# built on linear 60a23a055c26
-# built on mxfp4 bffb0d92cd6d
-# built on router 1eb1d67ac0ca
+# built on linear dccc736ce91a
+# built on mxfp4 0f1b34b47d7c
+# built on router d0148ee626ef
 
 from typing import NamedTuple
 

@@ -2,7 +2,7 @@
 
 Made from book/04_moe_router/01_router.py: edit that, then run `make export`.
 """
-# built on linear 60a23a055c26
+# built on linear dccc736ce91a
 
 import numpy as np
 from numba import njit

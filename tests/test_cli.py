@@ -13,6 +13,9 @@ import pytest
 from small import write
 from test_synth import rewritten
 
+from k3lib import cli
+from k3lib.model import UsageError
+
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "fixtures" / "oracle13" / "model"
 EXPECTED = json.loads((ROOT / "fixtures" / "oracle13" / "expected.json").read_text())
@@ -231,6 +234,38 @@ def test_ctrl_c(tmp_path):
     output, error = run.communicate()
     assert run.returncode == 130 and re.fullmatch(r"k3 decode: interrupted after \d+ of 5000 tokens: 468[0-9,]*\n", error), error
     assert "generated ids" not in output and not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_may_not_be_written_to_is_refused_before_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere
+    with pytest.raises(UsageError, match=re.escape(f"{tmp_path / 'r.json'}: the folder {tmp_path} may not be written to")):
+        cli._check_outputs(MODEL, tmp_path / "r.json")
+
+
+def test_a_signal_that_a_callback_drops_is_not_shown(monkeypatch):
+    class Drops:
+        def __init__(self, error):
+            self.error = error
+
+        def __del__(self):
+            raise self.error
+
+    shown = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: shown.append(what.exc_type))
+    with cli._stopping("decode") as came:
+        Drops(KeyboardInterrupt())  # no signal came: something else is wrong
+        came.append(signal.SIGINT)
+        Drops(KeyboardInterrupt())
+        Drops(ValueError())
+        came.clear()
+    Drops(MemoryError())
+    assert shown == [KeyboardInterrupt, ValueError, MemoryError]
+
+
+def test_what_cannot_even_be_imported_is_one_line():
+    run = subprocess.run([sys.executable, "-m", "k3lib", "decode", MODEL, "--ids", "1"], capture_output=True, text=True,
+                         env={**os.environ, "NUMBA_NUM_THREADS": "0"})
+    refused(run, 1, "threads")
 
 
 def test_nobody_listens_to_errors():

@@ -1,5 +1,6 @@
 "Plan, memory accounting, sizes: what the last chapter promises before a token is decoded."
 import dataclasses
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -238,3 +239,28 @@ def test_each_step_tells_what_it_read(steady):
         assert set(step) == {"trunk", "experts", "other"}
         assert 0.5 * streamed < step["trunk"] + step["other"] < 1.5 * streamed  # a pass, give or take what the ring holds
     assert "in the last step" in report.text()
+
+
+def test_a_closed_model_says_so_and_gives_its_memory_back():
+    with k3lib.load(MODEL, "1GB", context=8) as model:
+        list(model.generate([304, 206], 2))
+        held = weakref.ref(model.trunk.resident["language_model.model.norm.weight"])
+        assert model.trunk.resident and model.experts._resident
+    assert not model.trunk.resident and not model.experts._memory and held() is None
+    for call in (lambda: model.step(1), lambda: list(model.generate([1], 1)), model.reset):
+        with pytest.raises(RuntimeError, match="this model is closed"):
+            call()
+    assert len(model.report.ids) == 2, "what was done can still be told"
+    model.close()
+
+
+def test_an_id_out_of_range_is_refused_before_anything_is_read(monkeypatch):
+    monkeypatch.setattr(decode, "load", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(UsageError, match="token id 512 is out of range: the vocabulary has ids 0..511"):
+        decode.decode(MODEL, ids="1,512", show=lambda text: None)
+
+
+@pytest.mark.parametrize("ids, ram", [("9" * 5000, "1GB"), ("1", "9" * 400)])
+def test_numbers_of_any_length_are_refused_by_name(ids, ram):
+    with pytest.raises(UsageError, match="is not a"):
+        decode.decode(MODEL, ids=ids, ram=ram, show=lambda text: None)

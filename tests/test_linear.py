@@ -384,3 +384,13 @@ def test_a_product_and_a_sum_are_two_roundings():
 
 def test_subnormals_are_kept():
     assert dot(np.array([2.0**-75], np.float32), np.array([2.0**-74], np.float32)) == 2.0**-149
+
+
+def test_what_does_not_fit_is_refused_before_memory_is_touched():
+    x, W, weight = np.ones((2, 40), np.float32), Rows(np.ones((70, 40), np.float32)), np.ones(40, np.float32)
+    for out in (np.zeros((1, 1), np.float32), np.zeros((2, 70)), np.zeros((2, 71), np.float32)):
+        with pytest.raises(ValueError, match=r"linear: out is .*, expected float32 \(2, 70\)"):
+            linear(W, x, out)
+    for args in ((x, weight[:3], 1e-5), (x, weight, 1e-5, np.zeros((1, 40), np.float32))):
+        with pytest.raises(ValueError, match="rms_norm: x .* do not fit"):
+            rms_norm(*args)

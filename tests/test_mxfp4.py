@@ -489,3 +489,10 @@ def test_what_was_written_down_is_the_contract():
     assert digest() == written
     assert digest(lanes=8) != written
     assert digest(fma=lambda a, b, c: a * b + c) != written
+
+
+def test_packed_weights_are_bytes():
+    packed, scale, x = case(5, 2, 1)
+    with pytest.raises(ValueError, match="packed is int64 and scale uint8, expected uint8"):
+        mxfp4_matmul(packed.astype(np.int64), scale, x, np.empty((1, 5), np.float32))
+    assert mxfp4_matmul(packed, scale, x[:0], np.empty((0, 5), np.float32)).shape == (0, 5)

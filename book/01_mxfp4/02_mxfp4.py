@@ -1030,7 +1030,7 @@ def aligned(shape):
 def halved(x):
     "`x` float32 [T, k] as the kernels take it: float32 [T, k/32, 2, 16], the even elements of each group, then the odd ones."
     halves = aligned((x.shape[0], x.shape[1] // GROUP, 2, 16))
-    halves[...] = x.reshape(len(x), -1, 16, 2).swapaxes(-1, -2)
+    halves[...] = x.reshape(len(x), -(-x.shape[1] // GROUP), 16, 2).swapaxes(-1, -2)
     return halves
 
 
@@ -1048,6 +1048,8 @@ def mxfp4_matmul(packed, scale, x, out):
     after group, so the bits of out[t, r] depend on row r and token t alone. Returns `out`.
     """
     check_fit(packed, scale, x.shape, out)
+    if not packed.dtype == scale.dtype == np.uint8:
+        raise ValueError(f"mxfp4_matmul: packed is {packed.dtype} and scale {scale.dtype}, expected uint8")
     spread(threads_for(x.size * len(packed)), -(-len(packed) // TILE), _matmul, packed, scale, halved(x), out)
     return out
 

@@ -653,6 +653,7 @@ class Ring:
             self._news.notify_all()
         for thread in self._readers:
             thread.join()
+        self.memory = []
 
     def _serve(self):
         "A reader's life: under the lock settle the last job and choose the next, outside it do that."
@@ -1013,7 +1014,7 @@ class Trunk:
             lines[line].extend(self.reads[name])
         self.ring = Ring(files, lines[0], slots, slot_bytes, readers, ahead) if lines[0] else None
         self.early = Ring(files, lines[1], *room, 1, name="early") if lines[1] else None
-        self._starts = [0, 0]
+        self._starts, self._closed = [0, 0], False
 
     def _rings(self):
         return [ring for ring in (self.ring, self.early) if ring is not None]
@@ -1024,8 +1025,11 @@ class Trunk:
 
     def take(self, name):
         "A matrix with .shape and .blocks(), or a float32 array. A streamed tensor comes when its turn in the walk comes, once a pass."
-        if name in self.resident:
-            return self.resident[name]
+        resident = self.resident.get(name)
+        if resident is not None:
+            return resident
+        if self._closed:
+            raise RuntimeError("the trunk is closed")
         if self._order[self._next] != name:
             raise RuntimeError(f"the walk asks for {name}, but {self._order[self._next]} is next")
         self._next = (self._next + 1) % len(self._order)
@@ -1042,8 +1046,11 @@ class Trunk:
         return sum(ring.wait_seconds for ring in self._rings())
 
     def close(self):
+        "End the readers and give the memory back; whoever asks for a tensor gets a RuntimeError."
+        self._closed = True
         for ring in self._rings():
             ring.close()
+        self.resident.clear()
 
 # %% [markdown]
 # ## 5.3.7 The gate: streamed equals resident

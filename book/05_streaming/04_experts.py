@@ -896,6 +896,7 @@ class Experts:
             self._news.notify_all()
         for thread in self._threads:
             thread.join()
+        self._memory, self._resident = [], {}
 
 
 class _Layer:

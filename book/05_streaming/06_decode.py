@@ -62,7 +62,7 @@ from tqdm import tqdm
 from k3lib.checkpoint import Checkpoint, CheckpointError
 from k3lib.config import read_config
 from k3lib.experts import Experts, passing_bytes, slot_bytes
-from k3lib.model import HEAD, Model, UsageError, row_multiples, tensor_name, walk_order
+from k3lib.model import HEAD, Model, UsageError, check_range, row_multiples, tensor_name, walk_order
 from k3lib.tokenizer import Tokenizer
 from k3lib.trunk import (CORES, MOST_READERS, PAGE, Files, Packed, Trunk, early_room, enough_readers, is_matrix, pack, read_rates, row_blocks,
                          widened)
@@ -79,7 +79,7 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KI
 
 def parse_size(text):
     "Bytes of '8GB' (8e9), '8GiB' (2^33), '900MB' or a whole number. Raises UsageError."
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if not match or match[2].upper() not in UNITS:
         raise UsageError(f"{text!r} is not a size: write it like 8GB (8e9 bytes) or 8GiB (2^33)")
     return int(float(match[1]) * UNITS[match[2].upper()])
@@ -302,7 +302,7 @@ def make_plan(config, checkpoint, ram, context, prompt_tokens=None, threads=CORE
     }
     least = sum(fixed.values()) + activation_bytes(config, 1) + ring + experts * expert
     if ram < least:
-        raise PlanError(least, f"a budget of {shown_size(ram)} is {shown_size(least - ram)} short: this model with {context} positions "
+        raise PlanError(least, f"a budget of {shown_size(ram)} is {shown_size(least - ram)} short: with {shown_size(now)} that this process already holds, this model with {context} positions "
                         f"needs at least {_enough(least)} MB")
     chunk = min(MOST_CHUNK, prompt_tokens or MOST_CHUNK)
     while chunk > 1 and activation_bytes(config, chunk) > activation_bytes(config, 1) + (ram - least) // 4:
@@ -613,7 +613,8 @@ def return_freed_memory():
 
 
 def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=None, on_plan=None, progress=None, readers=None):
-    """A Decoder for the checkpoint in folder `path`, holding at most `ram` bytes of memory ("8GB", "1GiB", an int).
+    """A Decoder for the checkpoint in folder `path`, for a process that may hold `ram` bytes of memory in all ("8GB", "1GiB", an int): what
+    it holds already, other models too, counts. Two that load at once do not know of each other.
 
     `trunk`: a folder that pack_trunk has filled from this checkpoint, to read the trunk from. `threads`: arithmetic threads,
     all cores if None. `context`: positions there must be room for. `prompt_tokens`: the longest prompt, if known: the
@@ -700,7 +701,7 @@ def parse_ids(text):
     "Token ids from '1,2,3'. Raises UsageError naming what is not an id."
     ids = []
     for word in str(text).replace(" ", "").split(","):
-        if not word.isdecimal():
+        if not word.isdecimal() or len(word) > 18:
             raise UsageError(f"ids: {word!r} is not a token id: write them like 1,2,3")
         ids.append(int(word))
     return ids
@@ -737,6 +738,7 @@ def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", trunk=None,
     ids = prompt_ids(path, ids, prompt)
     if not ids:
         raise UsageError("the prompt is empty: at least one token id is needed")
+    check_range(ids, read_config(path))  # before gigabytes are read for it
     pinning = progress_bar(None, "B", desc="pinning", unit_scale=True)
     model = load(path, ram, trunk, threads, context=len(ids) + max_new_tokens, prompt_tokens=len(ids),
                  on_plan=lambda plan: show(plan.text()), progress=pinning.update, readers=readers)
