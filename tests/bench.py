@@ -195,8 +195,13 @@ def full_shape():
     folder = checkpoint("full", "full")
     with tempfile.TemporaryDirectory() as scratch:
         record = Path(scratch) / "r.json"
-        subprocess.run([sys.executable, "-m", "k3lib", "decode", folder, "--ids", "5,9,17,3,11", "--max-new-tokens", "4", "--ram", "1GB",
-                        "--json", record], check=True, capture_output=True)
+
+        def decode(model, ram):
+            subprocess.run([sys.executable, "-m", "k3lib", "decode", model, "--ids", "5,9,17,3,11", "--max-new-tokens", "4", "--ram", ram,
+                            "--json", record], check=True, capture_output=True)
+
+        decode(EMBEDDED, f"{least_budget(EMBEDDED) // 10**6 + 20}MB")  # compiles what is not in the cache yet
+        decode(folder, "1GB")
         report = json.loads(record.read_text())
     return {"bytes_a_token": sum(report["step_bytes"][-1].values()), "prompt_seconds": report["step_seconds"][0], "token_seconds": float(np.median(report["step_seconds"][1:])),
             "peak_bytes": report["peak_rss_bytes"], "planned_bytes": report["plan"]["total"], "ids": report["ids"]}
