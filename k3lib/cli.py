@@ -19,6 +19,7 @@ def _write(path, data):
 
 def _check_outputs(model, *paths):
     "Refuse, before the run, a file that could not be written after it or that would replace something else."
+    import tempfile
     from k3lib.model import UsageError
     given = [Path(path) for path in paths if path is not None]
     for path in given:
@@ -26,8 +27,10 @@ def _check_outputs(model, *paths):
             raise UsageError(f"{path}: is a folder, expected a file to write")
         if not path.parent.is_dir():
             raise FileNotFoundError(f"{path}: there is no folder {path.parent} to write it in")
-        if not os.access(path.parent, os.W_OK | os.X_OK):
-            raise UsageError(f"{path}: the folder {path.parent} may not be written to")
+        try:
+            tempfile.TemporaryFile(dir=path.parent).close()
+        except OSError as error:
+            raise UsageError(f"{path}: the folder {path.parent} cannot be written to: {error.strerror}") from None
         if path.is_symlink() or path.exists() and not path.is_file():
             raise UsageError(f"{path}: is no regular file, so it will not be replaced by one")
         if path.resolve().parent == Path(model).resolve():

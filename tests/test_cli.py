@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -237,8 +238,13 @@ def test_ctrl_c(tmp_path):
 
 
 def test_a_folder_that_may_not_be_written_to_is_refused_before_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere
-    with pytest.raises(UsageError, match=re.escape(f"{tmp_path / 'r.json'}: the folder {tmp_path} may not be written to")):
+    def refuses(dir):
+        raise PermissionError(13, "Permission denied")
+
+    cli._check_outputs(MODEL, tmp_path / "r.json")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuses)  # root may write anywhere
+    with pytest.raises(UsageError, match=re.escape(f"{tmp_path / 'r.json'}: the folder {tmp_path} cannot be written to: Permission denied")):
         cli._check_outputs(MODEL, tmp_path / "r.json")
 
 

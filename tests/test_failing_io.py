@@ -69,8 +69,9 @@ def test_among_them_are_experts_and_trunk(found):
 
 
 def test_a_read_that_stalls_is_told_and_waited_for(found):
-    (line, *_), path = found["stalled"]["said"], found["stalled"]["path"]
-    assert re.fullmatch(rf"{re.escape(path)}: reading from offset [0-9]+ on is not done after [0-9]+ s; still waiting", line)
+    said, path = found["stalled"]["said"], found["stalled"]["path"]
+    assert any(line.startswith(f"{path}: ") for line in said), said  # a busy machine may let others take 0.4 s too
+    assert all(re.fullmatch(r".+: reading from offset [0-9]+ on is not done after [0-9]+ s; still waiting", line) for line in said), said
     assert found["threads left"] == []
 
 
