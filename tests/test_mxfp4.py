@@ -332,18 +332,19 @@ def test_a_failure_of_any_thread_is_raised_and_ends_the_others():
 
 
 def test_a_helper_that_fails_at_once_is_heard():
-    here = threading.get_ident()
+    here, came = threading.get_ident(), threading.Event()
 
     def kernel(parts, drawn):
         if threading.get_ident() != here:
+            came.set()
             raise ArithmeticError("a helper's")
         while (run := next_run(drawn, parts))[0] < parts:
-            time.sleep(0.001)  # time for the other to come
+            assert came.wait(20)
+            time.sleep(0.001)  # it has yet to be heard
             count(drawn, *run)
 
     with pytest.raises(ArithmeticError, match="a helper's"):
         spread(2, 100, kernel)
-        pytest.fail("the helper never came")
 
 
 @njit(nogil=True)
