@@ -417,7 +417,7 @@ def test_a_thread_that_outlives_the_main_one():
 
 
 OUTLIVES = """
-import threading, time
+import threading
 import numpy as np
 from k3lib import mxfp4
 mxfp4.WORTH = 0
