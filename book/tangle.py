@@ -1,86 +1,210 @@
 """Make the products of the book from its sources.
 
-    python book/tangle.py                      write k3lib/*.py from the cells tagged `export`
-    python book/tangle.py --run 02_kda/01_kda  also execute chapters whose path contains that text, write their .ipynb
-    python book/tangle.py --run all            the same for every chapter
-    python book/tangle.py --check              change nothing; name whatever is stale, exit 1
+    python book/tangle.py                      write k3lib/*.py from the cells tagged `export` (seconds)
+    python book/tangle.py --tidy               the same, and take out of chapters what Jupyter's save put in (seconds)
+    python book/tangle.py --run 02_kda/01_kda  the same as without option, then execute the chapters whose path
+                                               contains that text and write their .ipynb
+    python book/tangle.py --run all            execute every chapter (minutes)
+    python book/tangle.py --check              change nothing; name whatever is stale and the command that mends it
+    python book/tangle.py --graph [dot]        print what each module of k3lib imports and how long its code is
 
-jupytext parses, nbformat validates and nbclient executes: none of that is ours to write.
+The rules of the book that this file enforces:
+
+- Chapters are read in the order of their paths. A module may import only modules that earlier chapters make.
+- A chapter without exported cells makes no module. Two chapters never make the same module, and a module never
+  defines the same name twice.
+- A class may be continued. An exported `class X(X):` adds its body to the class X of an earlier exported cell.
+  In the notebook the same line makes a subclass of the same name, so the notebook runs as it is.
 """
 import argparse
 import ast
 import hashlib
+import itertools
 import re
-import shutil
 import sys
+import textwrap
 from pathlib import Path
 
 import jupytext
 import nbformat
-from IPython.paths import get_ipython_cache_dir
-from nbclient import NotebookClient
 
 BOOK = Path(__file__).resolve().parent
 PACKAGE = BOOK.parent / "k3lib"
-# The arrows: what each module may import, in the order modules are made. Whatever an import may reach, its own imports may reach too.
-MAY_IMPORT = {
-    "checkpoint": "", "mxfp4": "checkpoint", "linear": "mxfp4", "kda": "linear", "mla": "mxfp4 linear",
-    "residual": "linear", "router": "linear", "moe": "mxfp4 router linear", "config": "checkpoint", "tokenizer": "checkpoint",
-    "synth": "checkpoint config", "verify": "checkpoint",
-    "trunk": "checkpoint linear", "experts": "linear mxfp4 moe trunk",
-    "model": "checkpoint linear kda mla residual router moe config trunk experts",
-    "decode": "model config tokenizer checkpoint trunk experts",
-}
+HAND_WRITTEN = ("__init__", "__main__", "cli")
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
+FILTERS = {"notebook_metadata_filter": "-all", "cell_metadata_filter": "tags,-all"}  # as in jupytext.toml
+LONG_MODULE, LONG_CELL, MANY_PARAMETERS = 400, 40, 7  # code lines; lines; positional parameters
+
+
+class Refused(Exception):
+    "A chapter breaks a rule of the book. The text names the chapter, the rule and what was found."
 
 
 def sources():
-    "Chapter sources in reading order; the file name after its number is the module's name."
-    return sorted(p for p in BOOK.glob("[0-9]*/[0-9]*.py"))
+    "The paths of all chapters, in reading order."
+    return sorted([*BOOK.glob("[0-9]*.py"), *BOOK.glob("[0-9]*/[0-9]*.py")])
 
 
-def digest(text, n=12):
-    return hashlib.sha256(text.encode()).hexdigest()[:n]
+def place(path):
+    "A path as messages show it: from the root of the repository, with forward slashes."
+    return path.relative_to(BOOK.parent).as_posix()
 
 
-def public_names(tree):
-    "Names the module defines at top level, in order, without a leading underscore."
+def write(path, text):
+    "Write text as UTF-8 with \\n line ends on every system."
+    path.write_bytes(text.encode())
+
+
+def read(path):
+    "Read UTF-8 text. A checkout with \\r\\n line ends reads the same."
+    return path.read_bytes().decode().replace("\r\n", "\n")
+
+
+def chapter(source):
+    "The chapter as an unexecuted notebook."
+    return jupytext.reads(read(source), fmt="py:percent")
+
+
+# From cells to modules
+
+def exported_cells(source):
+    return [cell.source for cell in chapter(source).cells if "export" in cell.metadata.get("tags", [])]
+
+
+def continued(node):
+    "Is this statement `class X(X):`?"
+    return (isinstance(node, ast.ClassDef) and len(node.bases) == 1 and not node.keywords
+            and isinstance(node.bases[0], ast.Name) and node.bases[0].id == node.name)
+
+
+def block_end(lines, node):
+    "The number of lines up to the end of the statement's block, with the indented comments that follow it."
+    end = node.end_lineno
+    while end < len(lines) and (not lines[end].strip() or lines[end][0].isspace()):
+        end += 1
+    while not lines[end - 1].strip():
+        end -= 1
+    return end
+
+
+def join_classes(cells):
+    """The cells' texts, with the body of every continued class moved to the end of its first definition.
+
+    Only lines move, whole and unchanged. A docstring of the continuation is for the notebook and is left out.
+    Raises ValueError for a continuation that cannot be joined.
+    """
+    texts = [cell.splitlines() for cell in cells]
+    first = {}  # name of a class -> index of the cell that defines it
+    for index, cell in enumerate(cells):
+        lines, moved = cell.splitlines(), set()
+        for node in ast.parse(cell).body:
+            if not continued(node):
+                continue
+            if node.name not in first:
+                raise ValueError(f"continues class {node.name}, which no earlier exported cell defines")
+            if node.decorator_list:
+                raise ValueError(f"decorates the continued class {node.name}: decorate its first definition")
+            if node.body[0].lineno == node.lineno:
+                raise ValueError(f"continues class {node.name} on one line: begin the body on the next line")
+            end = block_end(lines, node)
+            moved.update(range(node.lineno - 1, end))
+            documented = ast.get_docstring(node, clean=False) is not None
+            body = lines[node.body[0].end_lineno if documented else node.lineno:end]
+            home = texts[first[node.name]]
+            definition = next(n for n in ast.parse("\n".join(home)).body
+                              if isinstance(n, ast.ClassDef) and n.name == node.name)
+            at = block_end(home, definition)
+            home[at:at] = ["", *"\n".join(body).strip("\n").split("\n")]
+        texts[index] = [line for n, line in enumerate(lines) if n not in moved]
+        first |= {n.name: index for n in ast.parse(cell).body if isinstance(n, ast.ClassDef) and not continued(n)}
+    return [text for lines in texts if (text := "\n".join(lines).strip("\n"))]
+
+
+def defined_names(tree):
+    "Every name that the module's top level defines, in order; a name that is defined twice comes twice."
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
-        elif isinstance(node, ast.Assign):
-            yield from (t.id for target in node.targets for t in ast.walk(target) if isinstance(t, ast.Name))
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (t.id for target in targets for t in ast.walk(target)
+                        if isinstance(t, ast.Name) and isinstance(t.ctx, ast.Store))
 
 
-def module_text(source, made):
-    """The text of one module. It names the digest of every module it imports: numba's on-disk cache looks at a
-    file's own time and size only, so a kernel must see its file change when a kernel it inlines does."""
-    name = source.stem[3:]
-    cells = jupytext.read(source, fmt="py:percent").cells
-    title = cells[0].source.splitlines()[0].lstrip("# ")
-    code = [c.source for c in cells if "export" in c.metadata.get("tags", [])]
-    imports = dict.fromkeys(re.findall(r"^\s*from k3lib\.(\w+) import|^\s*import k3lib\.(\w+)", "\n".join(code), re.M))
-    imports = ["".join(pair) for pair in imports]
-    for other in imports:
-        if other not in MAY_IMPORT[name].split():
-            sys.exit(f"{source.relative_to(BOOK.parent)}: imports k3lib.{other}, but {name} may import only: "
-                     f"{MAY_IMPORT[name] or 'nothing of the book'}")
-        if other not in made:
-            sys.exit(f"{source.relative_to(BOOK.parent)}: imports k3lib.{other}, which is not made before it")
-    head = f'"""{title}\n\nMade from {source.relative_to(BOOK.parent)}: edit that, then run `make export`.\n"""\n'
-    head += "".join(f"# built on {other} {digest(made[other])}\n" for other in imports)
-    body = "\n\n\n".join(code)
-    names = [n for n in dict.fromkeys(public_names(ast.parse(body))) if not n.startswith("_")]
-    return f"{head}\n{body}\n\n\n__all__ = {names!r}\n"
+def book_imports(tree):
+    "What the code imports from k3lib, anywhere in it: pairs of a module (None: the package) and the names it takes."
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            name = f"k3lib.{node.module}" if node.level and node.module else "k3lib" if node.level else node.module
+            if name == "k3lib" or name.startswith("k3lib."):
+                yield name[6:] or None, [alias.name for alias in node.names]
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name[6:] or None, []) for alias in node.names if alias.name.split(".")[0] == "k3lib")
 
+
+def wrong_imports(tree, made):
+    "Sentences: what the code imports that it must not."
+    for other, names in book_imports(tree):
+        if other is None or not names:
+            yield f"imports k3lib{f'.{other}' if other else ''}: write `from k3lib.module import names`"
+        elif other not in made:
+            yield f"imports k3lib.{other}, which no earlier chapter makes"
+        else:
+            yield from (f"imports {name}, which is private to k3lib.{other}" if name.startswith("_")
+                        else f"imports {name} from k3lib.{other}, which does not define it"
+                        for name in names if name not in made[other])
+
+
+def module(source, made, texts):
+    """The text of the chapter's module, its public names, and sentences on imports that break the book's rules.
+
+    `made` maps each module made so far to its public names. A chapter that exports nothing has the text None.
+    Raises Refused for a module that cannot be made.
+    """
+    name, cells = source.stem[3:], exported_cells(source)
+    if not cells:
+        return None, set(), []
+    try:
+        body = "\n\n\n".join(join_classes(cells))
+        tree = ast.parse(body)
+        names = list(defined_names(tree))
+        if twice := sorted({n for n in names if names.count(n) > 1}):
+            raise ValueError(f"defines {', '.join(twice)} twice")
+        if name in (*made, *HAND_WRITTEN):
+            raise ValueError(f"makes k3lib.{name}, which is made already")
+    except (ValueError, SyntaxError) as error:
+        raise Refused(f"{place(source)}: {error}") from None
+    title = chapter(source).cells[0].source.splitlines()[0].lstrip("# ")
+    public = [n for n in names if not n.startswith("_")]
+    listing = textwrap.fill(", ".join(f'"{n}"' for n in public), 116, initial_indent="    ", subsequent_indent="    ")
+    # until the cache of machine code looks at all sources itself: numba's looks at one file's time and size only
+    built_on = "".join(f"# built on {other} {hashlib.sha256(texts[other].encode()).hexdigest()[:12]}\n"
+                       for other in dict.fromkeys(other for other, _ in book_imports(tree)) if other in texts)
+    text = (f'"""{title}\n\nMade from {place(source)}: edit that, then run `make export`.\n"""\n\n'
+            f"{built_on}{body}\n\n\n__all__ = [\n{listing},\n]\n")
+    return text, set(public), [f"{place(source)} {wrong}" for wrong in wrong_imports(tree, made)]
+
+
+def modules():
+    "Module name -> text, in the order of the chapters, and all sentences on imports that break the book's rules."
+    made, texts, wrong = {}, {}, []
+    for source in sources():
+        text, names, sentences = module(source, made, texts)
+        if text is not None:
+            made[source.stem[3:]], texts[source.stem[3:]] = names, text
+            wrong += sentences
+    return texts, wrong
+
+
+# From chapters to notebooks
 
 def notebook(source):
     "The unexecuted notebook. A cell's id is the digest of its text, so that building twice gives the same file."
-    nb = jupytext.read(source, fmt="py:percent")
+    nb = chapter(source)
     nb.metadata = nbformat.from_dict({"kernelspec": KERNELSPEC, "language_info": {"name": "python"}})
     seen = {}
     for cell in nb.cells:
-        key = digest(cell.source, 8)
+        key = hashlib.sha256(cell.source.encode()).hexdigest()[:8]
         seen[key] = seen.get(key, 0) + 1
         cell["id"] = key if seen[key] == 1 else f"{key}-{seen[key]}"
         cell.metadata = nbformat.from_dict({"tags": cell.metadata.tags} if "tags" in cell.metadata else {})
@@ -88,52 +212,190 @@ def notebook(source):
 
 
 def execute(source):
-    "Run a chapter from nothing: numba's cache of notebook cells does not see that a kernel another cell inlines has changed."
-    shutil.rmtree(Path(get_ipython_cache_dir()) / "numba_cache", ignore_errors=True)
+    "Run a chapter from nothing and write its .ipynb."
+    from nbclient import NotebookClient
     nb = notebook(source)
     NotebookClient(nb, timeout=600, record_timing=False, resources={"metadata": {"path": source.parent}}).execute()
     nb.metadata = notebook(source).metadata
-    nbformat.write(nb, source.with_suffix(".ipynb"))
+    write(source.with_suffix(".ipynb"), nbformat.writes(nb) + "\n")
 
 
-def stale_notebook(source):
-    "Why the .ipynb does not belong to its source, or None."
+def tidy_source(source):
+    "The chapter's text as jupytext writes it, without a header and with no metadata of a cell but its tags."
+    nb = chapter(source)
+    nb.metadata = nbformat.from_dict({"jupytext": FILTERS})
+    for cell in nb.cells:
+        cell.metadata = nbformat.from_dict({"tags": cell.metadata.tags} if "tags" in cell.metadata else {})
+    return jupytext.writes(nb, fmt="py:percent")
+
+
+def has_metadata(source):
+    "Has a save put metadata into the chapter's text? The number of blank lines between cells does not count."
+    text = read(source)
+    return (text.startswith("# ---\n") or re.search(r"^# %%.*lines_to_next_cell", text, re.M) is not None
+            or any(set(cell.metadata) - {"tags", "lines_to_next_cell"} for cell in chapter(source).cells))
+
+
+def code_cells(nb):
+    return [cell for cell in nb.cells if cell.cell_type == "code"]
+
+
+def tidy_notebook(source):
+    "The text of the chapter's .ipynb with its outputs, rebuilt from the source; None if code was changed since it ran."
+    have, want = nbformat.reads(read(source.with_suffix(".ipynb")), 4), notebook(source)
+    if [cell.source for cell in code_cells(have)] != [cell.source for cell in code_cells(want)]:
+        return None
+    for old, new in zip(code_cells(have), code_cells(want)):
+        new.outputs, new.execution_count = old.outputs, old.execution_count
+    return nbformat.writes(want) + "\n"
+
+
+def tidy():
+    "Rewrite what Jupyter's save has changed: sources, and every .ipynb whose code is still its source's."
+    for source in sources():
+        if (text := tidy_source(source)) != read(source):
+            write(source, text)
+        path = source.with_suffix(".ipynb")
+        if path.exists() and (text := tidy_notebook(source)) is not None and text != read(path):
+            write(path, text)
+
+
+# The check
+
+def run_command(source):
+    return f"python book/tangle.py --run {place(source.with_suffix('')).removeprefix('book/')}"
+
+
+def stale_chapter(source):
+    "Pairs: what is wrong with the chapter or its .ipynb, and the command that mends it."
+    if has_metadata(source):
+        yield f"{place(source)} holds metadata that Jupyter saved", "make tidy"
     path = source.with_suffix(".ipynb")
     if not path.exists():
-        return "missing"
-    have, want = nbformat.read(path, 4), notebook(source)
-    if [(c.cell_type, c.source, c.id, c.metadata) for c in have.cells] != [(c.cell_type, c.source, c.id, c.metadata) for c in want.cells]:
-        return "differs from its source"
-    for cell in have.cells:
-        if cell.cell_type == "code" and cell.source.strip() and cell.execution_count is None:
-            return "is not executed"
-        raises = "nbval-raises-exception" in cell.metadata.get("tags", [])
-        if not raises and any(o.output_type == "error" for o in cell.get("outputs", [])):
-            return "holds an error"
+        yield f"{place(path)} is missing", run_command(source)
+        return
+    have, want = nbformat.reads(read(path), 4), notebook(source)
+    cells = [[(c.cell_type, c.source, c.id, c.metadata) for c in nb.cells] for nb in (have, want)]
+    if [c.source for c in code_cells(have)] != [c.source for c in code_cells(want)]:
+        yield f"{place(path)} differs from its source", run_command(source)
+    elif cells[0] != cells[1] or have.metadata != want.metadata:
+        yield f"{place(path)} differs from its source, though not in its code", "make tidy"
+    code = [c for c in code_cells(have) if c.source.strip()]
+    if any(c.execution_count is None for c in code):
+        yield f"{place(path)} is not executed", run_command(source)
+    elif any(o.output_type == "error" for c in code if "nbval-raises-exception" not in c.metadata.get("tags", [])
+             for o in c.get("outputs", [])):
+        yield f"{place(path)} holds an error", run_command(source)
+
+
+def check(texts):
+    "Pairs of what is stale and the command that mends it. `texts` maps module names to what the chapters make."
+    for name, text in texts.items():
+        path = PACKAGE / f"{name}.py"
+        if not path.exists() or read(path) != text:
+            yield f"{place(path)} is stale", "make export"
+    for path in sorted(PACKAGE.glob("*.py")):
+        if path.stem not in {*texts, *HAND_WRITTEN}:
+            yield f"{place(path)} has no chapter", f"git rm {place(path)}"
+    for source in sources():
+        yield from stale_chapter(source)
+
+
+# The graph
+
+def code_lines(text):
+    "Lines of the text that hold code: no blank lines, comments or docstrings."
+    lines = {n for n, line in enumerate(text.splitlines(), 1) if line.strip() and not line.lstrip().startswith("#")}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
+            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(lines)
+
+
+def long_ones():
+    "Sentences: each cell, function and module of the book and of k3lib that is over its bound."
+    for source in sources():
+        for cell in exported_cells(source):
+            if (n := len(cell.splitlines())) > LONG_CELL:
+                name = next(defined_names(ast.parse(cell)), "its first line")
+                yield f"{place(source)}: the exported cell that begins with {name} has {n} lines"
+    for path in sorted(PACKAGE.glob("*.py")):
+        text = read(path)
+        if (n := code_lines(text)) > LONG_MODULE:
+            yield f"{place(path)} has {n} lines of code"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                parameters = [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
+                n = len(parameters) - (parameters[:1] in (["self"], ["cls"]))
+                if n > MANY_PARAMETERS:
+                    yield f"{place(path)}:{node.lineno} {node.name} has {n} positional parameters"
+
+
+def graph(form):
+    """Print the import graph of k3lib, read from its files. Exit code 1 if an arrow points to a later chapter.
+
+    Text: one line a module, with its lines of code and its imports. `dot`: the same for Graphviz, each edge that
+    follows from two others left out.
+    """
+    order = [s.stem[3:] for s in sources() if (PACKAGE / f"{s.stem[3:]}.py").exists() and exported_cells(s)]
+    order += [name for name in HAND_WRITTEN if (PACKAGE / f"{name}.py").exists()]
+    edges, backward = {}, []
+    for name in order:
+        found = {other for other, _ in book_imports(ast.parse(read(PACKAGE / f"{name}.py")))}
+        edges[name] = [other for other in order if other in found]
+        late = [o for o in edges[name] if order.index(o) >= order.index(name)] if name not in HAND_WRITTEN else []
+        backward += [f"k3lib/{name}.py imports {other}, which a later chapter makes" for other in late]
+    if form == "dot":
+        print("digraph k3lib {\n  rankdir=BT\n  node [shape=box]")
+        for name, others in edges.items():
+            reached = set(itertools.chain.from_iterable(reach(edges, other) for other in others))
+            print("".join(f"  {name} -> {other}\n" for other in others if other not in reached), end="")
+        print("}")
+    else:
+        for name in order:
+            print(f"{code_lines(read(PACKAGE / f'{name}.py')):5}  {name:14} {' '.join(edges[name])}")
+        print("".join(f"over its bound: {sentence}\n" for sentence in long_ones()), end="")
+        print(f"{len(order)} modules, {sum(map(len, edges.values()))} arrows, {len(backward)} of them backward")
+    sys.exit("\n".join(backward) if backward else 0)
+
+
+def reach(edges, name):
+    "All modules that `name` imports, directly or not."
+    found = set()
+    for other in edges.get(name, []):
+        found |= {other} | reach(edges, other)
+    return found
 
 
 def main():
     args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     args.add_argument("--run", metavar="TEXT", help="execute chapters whose path contains TEXT, or `all`")
-    args.add_argument("--check", action="store_true")
+    args.add_argument("--tidy", action="store_true", help="undo what Jupyter's save adds")
+    args.add_argument("--check", action="store_true", help="change nothing, name what is stale")
+    args.add_argument("--graph", nargs="?", const="text", choices=("text", "dot"), help="print the import graph")
     args = args.parse_args()
-    made, stale = {}, []
-    for source in sorted(sources(), key=lambda s: [*MAY_IMPORT].index(s.stem[3:])):
-        name, path = source.stem[3:], PACKAGE / f"{source.stem[3:]}.py"
-        made[name] = module_text(source, made)
-        if not path.exists() or path.read_text() != made[name]:
-            stale.append(f"k3lib/{path.name} is stale")
-            if not args.check:
-                path.write_text(made[name])
+    if args.graph:
+        graph(args.graph)
+    if args.tidy:
+        tidy()
+    texts, wrong = modules()
     if args.check:
-        stale += [f"{s.with_suffix('.ipynb').relative_to(BOOK.parent)} {why}" for s in sources() if (why := stale_notebook(s))]
-        stale += [f"k3lib/{p.name} has no chapter" for p in PACKAGE.glob("*.py") if p.stem not in {*made, "__init__", "__main__", "cli"}]
-        sys.exit("\n".join(stale) + "\nrun: python book/tangle.py --run all" if stale else 0)
+        stale = list(check(texts))
+        commands = dict.fromkeys(f"run: {command}" for _, command in stale)
+        sys.exit("\n".join([*wrong, *(what for what, _ in stale), *commands]) if wrong or stale else 0)
+    for name, text in texts.items():
+        path = PACKAGE / f"{name}.py"
+        if not path.exists() or read(path) != text:
+            write(path, text)
+    print("".join(f"{sentence}\n" for sentence in wrong), end="", file=sys.stderr)
     for source in sources():
-        if args.run and (args.run == "all" or args.run in str(source.relative_to(BOOK))):
-            print(f"running {source.relative_to(BOOK.parent)}", flush=True)
+        if args.run and (args.run == "all" or args.run in place(source)):
+            print(f"running {place(source)}", flush=True)
             execute(source)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Refused as refused:
+        sys.exit(str(refused))

@@ -1,5 +1,5 @@
 """Kimi K3 under a RAM budget: the package made from the book's chapters. See `k3lib.load`, or run `k3 --help`."""
-_HOME = {"load": "decode", "Report": "decode", "Plan": "decode", "Checkpoint": "checkpoint", "Tokenizer": "tokenizer"}
+_HOME = {"load": "engine", "Report": "engine", "Plan": "plan", "Checkpoint": "checkpoint", "Tokenizer": "tokenizer"}
 __all__ = sorted(_HOME)
 
 

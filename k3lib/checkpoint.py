@@ -1,290 +1,38 @@
-"""1.1 Where every weight lies
+"""5.6 Where every weight lies
 
-Made from book/01_mxfp4/01_checkpoint.py: edit that, then run `make export`.
+Made from book/05_streaming/06_checkpoint.py: edit that, then run `make export`.
 """
 
-import json
+# built on fileio 206331a93b99
+# built on header 95af72a09a9a
 import os
 import re
-import stat
-import threading
-from collections import Counter
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from math import prod
-from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
-
 import numpy as np
-
-
-class CheckpointError(Exception):
-    "Weights that are missing, truncated or damaged. One line: file, tensor, what was found, what was expected."
-
-
-HEADER_MAX = 100_000_000  # bytes: the safetensors library's own cap
-PLAIN_MAX = 16_000_000  # bytes of a header that is read entry by entry; the longest of the release has 0.82 MB
-RANK_MAX = 32  # axes that every numpy's arrays can have
-ARRAY_DTYPES = {
-    "BF16": "<u2", "F32": "<f4", "U8": "u1", "F16": "<f2", "F64": "<f8", "BOOL": "u1", "I8": "i1", "I16": "<i2", "U16": "<u2",
-    "I32": "<i4", "U32": "<u4", "I64": "<i8", "U64": "<u8", "C64": "<c8", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1",
-}  # BF16 and F8 as bits: numpy has no such types
-ITEMSIZE = {dtype: np.dtype(code).itemsize for dtype, code in ARRAY_DTYPES.items()}
-
-
-def header_bytes(tensors):
-    "The first bytes of a file whose data are `tensors`, (name, dtype, shape), one behind the other: length and padded JSON."
-    entries, at = {}, 0
-    for name, dtype, shape in tensors:
-        end = at + prod(shape) * ITEMSIZE[dtype]
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-DEPTH_MAX = 16  # lists and objects inside one another: a header has 3, a config 6
-
-
-def _show(value):
-    "A value out of a file, on one line, cut where it gets long."
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
-
-
-def _is_deep(tree):
-    "Whether `tree` holds more than DEPTH_MAX lists and objects inside one another."
-    level = [tree]
-    for _ in range(DEPTH_MAX):
-        level = [inner for outer in level for inner in (outer.values() if type(outer) is dict else outer) if type(inner) in (dict, list)]
-    return bool(level)
-
-
-def json_object(text, where, error=CheckpointError):
-    """The JSON object in the bytes `text`, which `where` names.
-
-    Raises `error` if it is none in UTF-8, has a name twice in one object, or nests more than DEPTH_MAX deep.
-    """
-    def unique(pairs):
-        found = dict(pairs)
-        "".join(found).encode("utf-8")  # half a surrogate pair is JSON, but no name that could be printed
-        if len(found) < len(pairs):
-            twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-            raise error(f"{where}: name {_show(twice)} found twice, expected once")
-        return found
-
-    try:
-        found = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
-    except error:
-        raise
-    except (ValueError, RecursionError) as fault:
-        raise error(f"{where} is not JSON: {str(fault)[:120]}, expected a JSON object in UTF-8") from None
-    if type(found) is not dict:
-        raise error(f"{where} holds a JSON {type(found).__name__}, expected an object")
-    if _is_deep(found):
-        raise error(f"{where} nests lists and objects more than {DEPTH_MAX} deep, expected {DEPTH_MAX} at most")
-    return found
-
-
-def _braced(text, where):
-    "json_object of `text`, of which the format says that it begins with the brace."
-    if text[:1] != b"{":
-        raise CheckpointError(f"{where} begins with {bytes(text[:1])!r}, expected the '{{' of a JSON object")
-    return json_object(text, where)
-
-
-_FIELDS = {"dtype", "shape", "data_offsets"}
-
-
-def _wrong(where, name, found, expected):
-    return CheckpointError(f"{where}: tensor {_show(name)}: {found}, expected {expected}")
-
-
-def _naturals(value):
-    "Whether `value` is a list of whole numbers below 2^63; True is not the number 1 here."
-    if type(value) is not list:
-        return False
-    for n in value:
-        if type(n) is not int or not 0 <= n < 1 << 63:
-            return False
-    return True
-
-
-def _entry(where, name, entry):
-    "(name, dtype, shape, begin, end) from a header's `entry`."
-    if type(entry) is not dict or entry.keys() != _FIELDS:
-        raise _wrong(where, name, f"found {_show(entry)}", "an object of dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if type(dtype) is not str or dtype not in ITEMSIZE:
-        raise _wrong(where, name, f"dtype {_show(dtype)}", f"one of {' '.join(ITEMSIZE)}")
-    if not _naturals(shape) or len(shape) > RANK_MAX or 0 in shape and prod(n or 1 for n in shape) >> 59:
-        raise _wrong(where, name, f"shape {_show(shape)}", f"at most {RANK_MAX} whole numbers that an array can have")
-    if not _naturals(offsets) or len(offsets) != 2:
-        raise _wrong(where, name, f"data_offsets {_show(offsets)}", "two whole numbers")
-    begin, end = offsets
-    nbytes = prod(shape) * ITEMSIZE[dtype]
-    if end - begin != nbytes:
-        raise _wrong(where, name, f"data_offsets {offsets} span {end - begin:,} bytes", f"{nbytes:,} bytes for {dtype} {shape}")
-    return name, dtype, tuple(shape), begin, end
-
-
-def parse_header(text, data_bytes, where):
-    """[(name, dtype, shape, begin, end)] in the order of the data, from a header's JSON bytes `text`.
-
-    `data_bytes` is what the file holds behind the header, `where` names the file in a CheckpointError.
-    """
-    if len(text) > PLAIN_MAX:
-        raise CheckpointError(f"{where}: header of {len(text):,} bytes is not plainly right, expected at most {PLAIN_MAX:,} to look for the fault in")
-    entries = _braced(text, f"{where}: header")
-    metadata = entries.pop("__metadata__", {})
-    if type(metadata) is not dict or any(type(v) is not str for v in metadata.values()):
-        raise CheckpointError(f"{where}: __metadata__ is {_show(metadata)}, expected an object of strings")
-    rows = sorted((_entry(where, name, entry) for name, entry in entries.items()), key=itemgetter(3, 4))
-    at, before = 0, "the header"
-    for name, _, _, begin, end in rows:
-        if end > data_bytes:
-            raise CheckpointError(f"{where}: tensor {_show(name)} ends at data byte {end:,}, expected at most {data_bytes:,}, "
-                                  "which is what the file holds: truncated?")
-        if begin != at:
-            what = "gap" if begin > at else "overlap"
-            raise CheckpointError(f"{where}: tensor {_show(name)} begins at data byte {begin:,}, expected {at:,} where {before} ends: "
-                                  f"{what} of {abs(begin - at):,} bytes")
-        at, before = end, _show(name)
-    if at != data_bytes:
-        raise CheckpointError(f"{where}: {data_bytes:,} bytes of data, expected {at:,}, where {before} ends: "
-                              f"{data_bytes - at:,} bytes belong to no tensor")
-    return rows
-
-
-READ_MAX = 1 << 30  # bytes asked of one call: Linux moves at most 2 GiB - 4 KiB, macOS refuses more than 2 GiB
-_POSITION = threading.Lock()
-
-
-def _preadv(file, view, offset):
-    return os.preadv(file.fileno(), [view], offset)
-
-
-def _seek_read(file, view, offset):
-    "The same where the system has no preadv: a file's position is shared, so one at a time."
-    with _POSITION:
-        file.seek(offset)
-        return file.readinto(view)
-
-
-_read_some = _preadv if hasattr(os, "preadv") else _seek_read
-
-
-def read_exactly(file, view, offset, where):
-    "Fill `view`, writable bytes, from byte `offset` of the unbuffered `file`; CheckpointError if it ends early or fails."
-    view, done = memoryview(view), 0
-    try:
-        while done < len(view) and (got := _read_some(file, view[done:done + READ_MAX], offset + done)):
-            done += got
-    except (OSError, ValueError) as error:  # ValueError: the file was closed
-        raise CheckpointError(f"{where}: reading {len(view):,} bytes at offset {offset:,} failed: {error}") from None
-    if done < len(view):
-        raise CheckpointError(f"{where}: got {done:,} bytes at offset {offset:,}, expected {len(view):,}: the file ends there")
-
-
-@contextmanager
-def writing(path):
-    "open(path, 'wb') in a `with`, whose OSError names the file and the byte at which it could not be written."
-    file = open(path, "wb")
-    try:
-        yield file
-        file.flush()
-    except OSError as error:
-        place = f"{path}: writing at byte {os.lseek(file.fileno(), 0, os.SEEK_CUR):,} failed: {error.strerror}"
-        raise OSError(error.errno, place) if error.filename is None else error from None
-    finally:
-        with suppress(OSError):  # what could not be written above cannot be at the end either
-            file.close()
-
-
-def sync_folder(folder):
-    "A new name in a folder is on the disk when the folder is."
-    if hasattr(os, "O_DIRECTORY"):
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-@contextmanager
-def whole_file(path):
-    "writing() a file that gets its name when it is complete and on the disk; if anything fails before that, nothing of it stays."
-    path = Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with writing(part) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-        sync_folder(path.parent)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def identity(status):
-    "(device, inode, bytes, time of the last write in ns) of an os.stat: what tells that a file is another, or was written to, since."
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _open(path):
-    "An open unbuffered file; OSError otherwise. Links are followed: a hub cache is made of them. A pipe, which would wait, is not opened."
-    try:
-        mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        raise FileNotFoundError(0, "a link to nothing" if os.path.islink(path) else "no such file") from None
-    if not stat.S_ISREG(mode):
-        raise OSError(0, "not a file")
-    return open(path, "rb", buffering=0)
-
-
-def open_shard(path):
-    "An open unbuffered file; CheckpointError if there is none."
-    try:
-        return _open(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from None
-
-
-def small_file(path, most, error):
-    "The bytes of a file of 1 to `most`, judged before one is read. FileNotFoundError if there is none, `error` if it is not to be had."
-    try:
-        with _open(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if not 0 < size <= most:
-                raise error(f"{path}: {size:,} bytes, expected 1 to {most:,}")
-            return file.read()
-    except FileNotFoundError as fault:
-        raise FileNotFoundError(f"{path}: {fault.strerror}") from None
-    except OSError as fault:
-        raise error(f"{path}: cannot be read: {fault.strerror}") from None
-
-
-def read_header(file, where):
-    "(bytes before the data, file bytes, the header's JSON bytes) of an open safetensors file."
-    size = os.fstat(file.fileno()).st_size
-    if size < 10:
-        raise CheckpointError(f"{where}: file of {size} bytes, expected at least 10: a header's length and its '{{}}'")
-    head, most = bytearray(8), min(HEADER_MAX, size - 8)
-    read_exactly(file, head, 0, where)
-    n = int.from_bytes(head, "little")
-    if not 2 <= n <= most:
-        raise CheckpointError(f"{where}: header length {n:,} bytes, expected 2 to {most:,} (the file has {size:,} bytes)")
-    text = bytearray(n)
-    read_exactly(file, text, 8, where)
-    return 8 + n, size, text
+from k3lib.fileio import CheckpointError, fingerprint, open_shard, read_exactly, shown_value
+from k3lib.header import (
+    ARRAY_DTYPES,
+    ITEMSIZE,
+    braced_object,
+    parse_header,
+    quick_header,
+    read_header,
+    tensor_fault,
+)
 
 
 PATTERNS_MAX = 1 << 20  # a key has room for 2^23
-_BITS = 20  # for a number below a million, plus one
-_ALL_ONES = (1 << _BITS) - 1
+
+
+NUMBER_BITS = 20  # for a number below a million, plus one
+
+
+NUMBER_MASK = (1 << NUMBER_BITS) - 1
+
+
 _NUMBER = re.compile(r"\.(0|[1-9][0-9]{0,5})(?=\.|\Z)")
 
 
@@ -312,12 +60,16 @@ def join_name(pattern, first, second):
 
 def _key(number, first, second):
     "The sort key of pattern `number` and a name's two numbers."
-    return (number << _BITS | first + 1) << _BITS | second + 1
+    return (number << NUMBER_BITS | first + 1) << NUMBER_BITS | second + 1
 
 
-_LAYER = "language_model.model.layers.#."
-_EXPERT = _LAYER + "block_sparse_moe.experts.#."
-_LINES = re.compile(f"(?:{re.escape(_EXPERT)})?(.*)\n".replace(r"\#", "(0|[1-9][0-9]{0,5})"))
+LAYER_PATTERN = "language_model.model.layers.#."
+
+
+EXPERT_PATTERN = LAYER_PATTERN + "block_sparse_moe.experts.#."
+
+
+_LINES = re.compile(f"(?:{re.escape(EXPERT_PATTERN)})?(.*)\n".replace(r"\#", "(0|[1-9][0-9]{0,5})"))
 
 
 def _keys(names, number):
@@ -331,49 +83,13 @@ def _keys(names, number):
     for i in singly:
         rest[i] = None
     value = {digits: int(digits or -1) for digits in {*layer, *expert}}
-    pattern = {end: 0 if end is None else number(_EXPERT + end) for end in dict.fromkeys(rest)}
+    pattern = {end: 0 if end is None else number(EXPERT_PATTERN + end) for end in dict.fromkeys(rest)}
     columns = (pattern, rest), (value, layer), (value, expert)
     keys = _key(*(np.fromiter(map(table.get, column), np.int64) for table, column in columns))
     for i in singly:
         name, *numbers = split_name(names[i])
         keys[i] = _key(number(name), *numbers)
     return keys
-
-
-_WHOLE = "(0|[1-9][0-9]{0,17})"  # any 18 digits fit an int64
-_ENTRY = re.compile(r'"([^"\\\x00-\x1f]*)":\{("dtype":"[A-Z0-9_]+","shape":\[[0-9,]{0,400}\]),"data_offsets":\[W,W\]\}'.replace("W", _WHOLE))
-
-
-def _kind(text):
-    "((dtype, shape), bytes) from the text of an entry's first two fields; ValueError or CheckpointError if they are not right."
-    entry = json.loads("{" + text + "}")
-    entry["data_offsets"] = [0, prod(entry["shape"]) * ITEMSIZE.get(entry["dtype"], 0)]
-    _, dtype, shape, _, nbytes = _entry("", "", entry)
-    return (dtype, shape), nbytes
-
-
-def quick_header(text, data_bytes):
-    """What parse_header gives, in the order of the text: names, kind numbers, begins, ends and a list of (dtype, shape) for the kind numbers.
-
-    All but the first and last are integer arrays. None if parse_header has to look: the text is damaged, or good but not written the usual way.
-    """
-    try:
-        pieces = _ENTRY.split(text.decode("utf-8"))
-        between, names, kinds, *offsets = (pieces[i::5] for i in range(5))
-        front, back = between[0], between[-1].rstrip(" ")  # '{', perhaps '"__metadata__":{...},'; and '}'
-        if front != "{" and (front[-2:] != "}," or parse_header((front[:-1] + "}").encode(), 0, "")):
-            return None
-        number = {kind: i for i, kind in enumerate(dict.fromkeys(kinds))}
-        kind_of, nbytes_of = zip(*map(_kind, number))
-    except (ValueError, CheckpointError):
-        return None
-    kind = np.fromiter(map(number.get, kinds), np.int32)
-    begin, end = (np.array(column, np.int64) for column in offsets)
-    order = np.lexsort((end, begin))
-    ends = np.append(0, end[order])
-    right = (back == "}" and {*between[1:-1]} <= {","} and len({*names, "__metadata__"}) == len(names) + 1
-             and np.array_equal(end - begin, np.array(nbytes_of, np.int64)[kind]) and np.array_equal(begin[order], ends[:-1]) and ends[-1] == data_bytes)
-    return (names, kind, begin, end, kind_of) if right else None
 
 
 _SHARD = re.compile(r"model-(\d{5,6})-of-(\d{5,6})\.safetensors", re.ASCII)
@@ -403,7 +119,11 @@ def shard_names(folder):
 
 
 INDEX = "model.safetensors.index.json"
+
+
 _BLOCK = 1 << 18  # bytes of it that are read and parsed at a time
+
+
 _CUT = b'.safetensors",'
 
 
@@ -421,9 +141,9 @@ def index_pieces(path, most):
             part, cut, text = (text, b"", b"") if last else text.rpartition(_CUT)
             if not (cut or last):
                 raise CheckpointError(f"{where} is {len(text):,} bytes without {_CUT.decode()}, expected one after every tensor's file")
-            piece = _braced(front + part + (b"" if last else cut[:-1] + b"}}"), where)
+            piece = braced_object(front + part + (b"" if last else cut[:-1] + b"}}"), where)
             if type(piece.get("weight_map")) is not dict or not last and [*piece][-1] != "weight_map":
-                raise CheckpointError(f"{where} has {_show([*piece])}, expected an object weight_map of all tensors and their files")
+                raise CheckpointError(f"{where} has {shown_value([*piece])}, expected an object weight_map of all tensors and their files")
             yield piece
             front = b'{"weight_map":{'
 
@@ -444,18 +164,18 @@ def check_index(checkpoint):
         if len(wrong):
             i = wrong[0]
             found = checkpoint.files[shard[rows[i]]] if rows[i] >= 0 else "no file"
-            raise _wrong(path, names[i], f"found in {found}", _show(files[i]))
+            raise tensor_fault(path, names[i], f"found in {found}", shown_value(files[i]))
         if seen[rows].any():
-            raise _wrong(path, names[np.argmax(seen[rows])], "listed twice", "once")
+            raise tensor_fault(path, names[np.argmax(seen[rows])], "listed twice", "once")
         seen[rows] = True
         metadata.append(piece.get("metadata", {}))
     if not seen[:-1].all():
         row = np.argmin(seen)
-        raise _wrong(path, checkpoint._name(row), f"found in {checkpoint.files[shard[row]]}", "no file, because it is not listed")
+        raise tensor_fault(path, checkpoint._name(row), f"found in {checkpoint.files[shard[row]]}", "no file, because it is not listed")
     for each in metadata:
         total = each.get("total_size", payload) if type(each) is dict else each
         if type(total) not in (int, float) or total != payload:
-            raise CheckpointError(f"{path}: metadata.total_size is {_show(total)}, expected {payload:,}, the bytes of all tensors")
+            raise CheckpointError(f"{path}: metadata.total_size is {shown_value(total)}, expected {payload:,}, the bytes of all tensors")
 
 
 class Extent(NamedTuple):
@@ -467,7 +187,7 @@ class Extent(NamedTuple):
     shape: tuple
 
 
-EXPERT_TENSORS = {w + short: f"{_EXPERT}{w}.weight_{long}"
+EXPERT_TENSORS = {w + short: f"{EXPERT_PATTERN}{w}.weight_{long}"
                   for w in ("w1", "w2", "w3") for short, long in (("", "packed"), ("_scale", "scale"))}
 
 
@@ -500,7 +220,7 @@ class Checkpoint:
     def _read_shard(self, shard, kinds):
         path = self.files[shard]
         self._files.append(open_shard(path))
-        self.identities[path] = identity(os.fstat(self._files[shard].fileno()))
+        self.identities[path] = fingerprint(os.fstat(self._files[shard].fileno()))
         start, size, text = read_header(self._files[shard], path)
         self.file_sizes.append(size)
         columns = quick_header(text, size - start)
@@ -521,16 +241,16 @@ class Checkpoint:
         twice = np.flatnonzero(self._key[1:] == self._key[:-1])
         if len(twice):
             one, other = sorted(self.files[self._shard[twice[0] + i]] for i in (0, 1))
-            raise CheckpointError(f"{other}: tensor {_show(self._name(twice[0]))} is also in {one}, expected once")
+            raise CheckpointError(f"{other}: tensor {shown_value(self._name(twice[0]))} is also in {one}, expected once")
 
     def _name(self, row):
         key = int(self._key[row])
-        return join_name(self._names[key >> 2 * _BITS], (key >> _BITS & _ALL_ONES) - 1, (key & _ALL_ONES) - 1)
+        return join_name(self._names[key >> 2 * NUMBER_BITS], (key >> NUMBER_BITS & NUMBER_MASK) - 1, (key & NUMBER_MASK) - 1)
 
     def _row(self, pattern, first, second):
         "The index row of a split name, or -1."
         number = self._patterns.get(pattern)
-        if number is None or not (-1 <= first < _ALL_ONES and -1 <= second < _ALL_ONES):
+        if number is None or not (-1 <= first < NUMBER_MASK and -1 <= second < NUMBER_MASK):
             return -1
         key = _key(number, int(first), int(second))
         row = int(self._key.searchsorted(key))
@@ -580,7 +300,7 @@ class Checkpoint:
     def count_of(self, prefix):
         "How many tensors have a name that begins with `prefix`, in which there is no number."
         begins = np.array([pattern.startswith(prefix) for pattern in self._names], bool)
-        return int(begins[self._key >> 2 * _BITS].sum())
+        return int(begins[self._key >> 2 * NUMBER_BITS].sum())
 
     def read_into(self, name, out, start=0):
         "Fill `out`, uint8, with a tensor's bytes from byte `start` on: a row of the embedding without the table."
@@ -632,11 +352,15 @@ class Checkpoint:
 
 
 _TEXT = "language_model."
+
+
 _PREFIXES = {
-    _EXPERT: "experts", _LAYER: "trunk", _TEXT + "model.embed_tokens.": "embed", _TEXT + "lm_head.": "lm_head",
+    EXPERT_PATTERN: "experts", LAYER_PATTERN: "trunk", _TEXT + "model.embed_tokens.": "embed", _TEXT + "lm_head.": "lm_head",
     _TEXT + "model.norm.": "globals", _TEXT + "model.output_attn_res_norm.": "globals",
     _TEXT + "model.output_attn_res_proj.": "globals", "mm_projector.": "mm_projector", "vision_tower.": "vision_tower", "": "other",
 }
+
+
 PARTS = tuple(dict.fromkeys(_PREFIXES.values()))
 
 
@@ -652,7 +376,7 @@ def _params_per_element(pattern):
 
 def _columns(checkpoint):
     "Of every index row: (number of its part in PARTS, bytes, parameters), int8 and int64 arrays."
-    number, kinds = checkpoint._key >> 2 * _BITS, checkpoint._kinds
+    number, kinds = checkpoint._key >> 2 * NUMBER_BITS, checkpoint._kinds
     part = np.array([PARTS.index(part_of(pattern)) for pattern in checkpoint._names], np.int8)[number]
     nbytes = checkpoint._nbytes()
     elements = np.array([size // ITEMSIZE[dtype] for dtype, _, size in kinds], np.int64)[checkpoint._kind]
@@ -684,12 +408,12 @@ def _groups(checkpoint, rows, label, nbytes):
 
 def _trunk_groups(checkpoint, part, nbytes):
     "A group a layer; label - 1 is the layer."
-    return _groups(checkpoint, part == PARTS.index("trunk"), checkpoint._key >> _BITS & _ALL_ONES, nbytes)
+    return _groups(checkpoint, part == PARTS.index("trunk"), checkpoint._key >> NUMBER_BITS & NUMBER_MASK, nbytes)
 
 
 def _expert_groups(checkpoint, part, nbytes):
     "A group an expert; the label is its part of the key."
-    return _groups(checkpoint, part == PARTS.index("experts"), checkpoint._key & (1 << 2 * _BITS) - 1, nbytes)
+    return _groups(checkpoint, part == PARTS.index("experts"), checkpoint._key & (1 << 2 * NUMBER_BITS) - 1, nbytes)
 
 
 def _short(n):
@@ -765,7 +489,7 @@ def count(checkpoint, experts_per_token=None):
     tensors = {name: int((part == i).sum()) for i, name in enumerate(PARTS)}
     size, params = ({name: int(column[part == i].sum()) for i, name in enumerate(PARTS)} for column in (nbytes, parameters))
     trunk, experts = _trunk_groups(checkpoint, part, nbytes), _expert_groups(checkpoint, part, nbytes)
-    expert_layers, largest = len(np.unique(experts.label >> _BITS)), int(trunk.nbytes.argmax()) if len(trunk.label) else None
+    expert_layers, largest = len(np.unique(experts.label >> NUMBER_BITS)), int(trunk.nbytes.argmax()) if len(trunk.label) else None
     always = sum(params[name] for name in ("trunk", "embed", "lm_head", "globals"))
     active = always - params["embed"]
     if experts_per_token is not None and len(experts.label):
@@ -819,13 +543,13 @@ def contiguity(checkpoint):
         file, offset = checkpoint.files[trunk.shard[i]], int(trunk.offset[i])
         broken = "" if trunk.whole[i] else _breaker(checkpoint, part, label, trunk.shard[i], offset)
         layers[int(label) - 1] = Run(file, offset, int(trunk.nbytes[i]), int(trunk.tensors[i]), broken)
-    broken = [(int(label >> _BITS) - 1, int(label & _ALL_ONES) - 1) for label in experts.label[~experts.whole]]
+    broken = [(int(label >> NUMBER_BITS) - 1, int(label & NUMBER_MASK) - 1) for label in experts.label[~experts.whole]]
     return Contiguity(layers, len(experts.label), broken)
 
 
 def _breaker(checkpoint, part, label, shard, offset):
     "What interrupts the trunk group `label` that begins at `offset` of `shard`."
-    mine = (part == PARTS.index("trunk")) & (checkpoint._key >> _BITS & _ALL_ONES == label)
+    mine = (part == PARTS.index("trunk")) & (checkpoint._key >> NUMBER_BITS & NUMBER_MASK == label)
     elsewhere = np.flatnonzero(mine & (checkpoint._shard != shard))
     if len(elsewhere):
         return f"{checkpoint._name(elsewhere[0])} lies in {checkpoint.files[checkpoint._shard[elsewhere[0]]]}"
@@ -834,4 +558,8 @@ def _breaker(checkpoint, part, label, shard, offset):
     return f"{checkpoint._name(first)} lies inside its run in {checkpoint.files[shard]}"
 
 
-__all__ = ['CheckpointError', 'HEADER_MAX', 'PLAIN_MAX', 'RANK_MAX', 'ARRAY_DTYPES', 'ITEMSIZE', 'header_bytes', 'DEPTH_MAX', 'json_object', 'parse_header', 'READ_MAX', 'read_exactly', 'writing', 'sync_folder', 'whole_file', 'identity', 'open_shard', 'small_file', 'read_header', 'PATTERNS_MAX', 'split_name', 'join_name', 'quick_header', 'shard_names', 'INDEX', 'index_pieces', 'check_index', 'Extent', 'EXPERT_TENSORS', 'Checkpoint', 'PARTS', 'part_of', 'Groups', 'Census', 'count', 'Run', 'Contiguity', 'contiguity']
+__all__ = [
+    "PATTERNS_MAX", "NUMBER_BITS", "NUMBER_MASK", "split_name", "join_name", "LAYER_PATTERN", "EXPERT_PATTERN",
+    "shard_names", "INDEX", "index_pieces", "check_index", "Extent", "EXPERT_TENSORS", "Checkpoint", "PARTS",
+    "part_of", "Groups", "Census", "count", "Run", "Contiguity", "contiguity",
+]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 def _write(path, data):
     "Write bytes to `path`, whole or not at all."
-    from k3lib.checkpoint import whole_file
+    from k3lib.fileio import whole_file
     with whole_file(path) as file:
         file.write(data)
 
@@ -20,7 +20,7 @@ def _write(path, data):
 def _check_outputs(model, *paths):
     "Refuse, before the run, a file that could not be written after it or that would replace something else."
     import tempfile
-    from k3lib.model import UsageError
+    from k3lib.fileio import UsageError
     given = [Path(path) for path in paths if path is not None]
     for path in given:
         if path.is_dir():
@@ -58,8 +58,8 @@ def _say(text):
 
 
 def _run(args, **lists):
-    "Decode as the arguments say; the Report. `lists`: those that k3lib.decode.decode fills."
-    from k3lib.decode import decode
+    "Decode as the arguments say; the Report. `lists`: those that k3lib.engine.decode fills."
+    from k3lib.engine import decode
     prompt = None if args.prompt is None else os.fsencode(args.prompt)  # bytes the shell gave that are not UTF-8 stay as they are
     if args.prompt_file is not None:
         if not Path(args.prompt_file).is_file():
@@ -84,8 +84,9 @@ def _decode(args):
 
 
 def _trace(args):
-    from k3lib.experts import EXPERT_BYTES, packed_trace, read_trace, replay_text
-    from k3lib.model import UsageError
+    from k3lib.cache_policy import EXPERT_BYTES, replay_text
+    from k3lib.trace import packed_trace, read_trace
+    from k3lib.fileio import UsageError
     if args.replay is not None:
         if args.out is not None:
             raise UsageError("--out: is what a recording is written to, and --replay records nothing")
@@ -103,7 +104,7 @@ def _expert_bytes(model, passes):
     "Bytes of an expert of the model that the passes of a trace belong to. Raises UsageError if they cannot."
     from k3lib.checkpoint import Checkpoint
     from k3lib.config import read_config
-    from k3lib.model import UsageError
+    from k3lib.fileio import UsageError
     config, asked = read_config(model), {(layer, e) for walk in passes for layer, experts in walk for e in experts}
     for layer, e in sorted(asked):
         if not config.first_k_dense_replace <= layer < config.num_hidden_layers or e >= config.num_experts:
@@ -115,7 +116,10 @@ def _expert_bytes(model, passes):
 def _plan(args):
     from k3lib.checkpoint import Checkpoint
     from k3lib.config import read_config
-    from k3lib.decode import is_synthetic, make_plan, measured_readers, parse_size, whole_number
+    from k3lib.config import is_synthetic
+    from k3lib.engine import whole_number
+    from k3lib.memory import parse_size
+    from k3lib.plan import make_plan, measured_readers
     ram, context = parse_size(args.ram), whole_number("context", args.context, 1, 1 << 30)
     config, checkpoint, readers = read_config(args.model), Checkpoint(args.model), None
     synthetic = is_synthetic(args.model)
@@ -128,7 +132,7 @@ def _plan(args):
 def _census(args):
     from k3lib.checkpoint import Checkpoint
     from k3lib.config import read_config
-    from k3lib.decode import is_synthetic
+    from k3lib.config import is_synthetic
     _check_outputs(args.model, args.json)
     config = read_config(args.model)
     census = Checkpoint(args.model).census(experts_per_token=config.num_experts_per_token)
@@ -140,9 +144,10 @@ def _census(args):
 def _verify(args):
     from functools import partial
 
-    from k3lib.checkpoint import CheckpointError
+    from k3lib.fileio import CheckpointError
     from k3lib.config import read_config
-    from k3lib.decode import check_tensors, progress_bar
+    from k3lib.engine import progress_bar
+    from k3lib.tensors import check_tensors
     from k3lib.verify import manifest_path, manifest_text, verify
     config = read_config(args.model)
     target = args.write_manifest and Path(args.write_manifest if args.write_manifest is not True else manifest_path(args.model))
@@ -161,7 +166,7 @@ def _verify(args):
 
 
 def _pack(args):
-    from k3lib.decode import pack_trunk
+    from k3lib.engine import pack_trunk
     _say(pack_trunk(args.model, args.folder))
 
 
@@ -241,10 +246,10 @@ def _parser():
 
 def _exit_code(error):
     "2 usage, config or plan refused; 4 weights unreadable or damaged; 1 anything else."
-    from k3lib.checkpoint import CheckpointError
+    from k3lib.fileio import CheckpointError
     from k3lib.config import ConfigError
-    from k3lib.experts import TraceError
-    from k3lib.model import UsageError
+    from k3lib.trace import TraceError
+    from k3lib.fileio import UsageError
     from k3lib.synth import SynthError
     from k3lib.tokenizer import TokenizerError
     if isinstance(error, CheckpointError):

@@ -1,15 +1,14 @@
-"""5.1 A config that is believed, or refused
+"""5.3 A config that is believed, or refused
 
-Made from book/05_streaming/01_config.py: edit that, then run `make export`.
+Made from book/05_streaming/03_config.py: edit that, then run `make export`.
 """
-# built on checkpoint b58d7a02cc27
 
+# built on fileio 206331a93b99
 import json
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from k3lib.checkpoint import json_object, small_file
+from k3lib.fileio import json_object, small_file
 
 
 class ConfigError(ValueError):
@@ -114,6 +113,7 @@ INTEGERS = {
     "linear_attn_config.short_conv_kernel_size": ("kda_conv_kernel", 2, 64),
 }
 
+
 REALS = {
     "rms_norm_eps": ("rms_norm_eps", 1e-12, 1.0),
     "routed_scaling_factor": ("routed_scaling_factor", 1e-6, 1e6),
@@ -121,6 +121,7 @@ REALS = {
     "activation_situ_linear_beta": ("activation_situ_linear_beta", 1e-6, 1e6),
     "linear_attn_config.gate_lower_bound": ("kda_gate_lower_bound", -1e3, -1e-6),
 }
+
 
 FIXED = {
     "hidden_act": "situ",
@@ -133,6 +134,7 @@ FIXED = {
     "mla_use_output_gate": True,
     "linear_attn_config.use_full_rank_gate": True,
 }
+
 
 FIXED_IF_GIVEN = {
     "moe_layer_freq": 1,
@@ -391,4 +393,14 @@ def read_config(model_dir):
     return Config(**n)
 
 
-__all__ = ['ConfigError', 'shown', 'MAX_CONFIG_BYTES', 'load_json', 'Reading', 'INTEGERS', 'REALS', 'FIXED', 'FIXED_IF_GIVEN', 'check_widths', 'check_quantization', 'read_token_ids', 'read_layer_lists', 'Config', 'kda_tensors', 'mla_tensors', 'gated_mlp_tensors', 'moe_tensors', 'layer_tensors', 'global_tensors', 'read_config']
+def is_synthetic(path):
+    "True where config.json says that `k3 synth` made these weights up."
+    return "synthetic" in json.loads((Path(path) / "config.json").read_text())
+
+
+__all__ = [
+    "ConfigError", "shown", "MAX_CONFIG_BYTES", "load_json", "Reading", "INTEGERS", "REALS", "FIXED",
+    "FIXED_IF_GIVEN", "check_widths", "check_quantization", "read_token_ids", "read_layer_lists", "Config",
+    "kda_tensors", "mla_tensors", "gated_mlp_tensors", "moe_tensors", "layer_tensors", "global_tensors",
+    "read_config", "is_synthetic",
+]

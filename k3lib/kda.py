@@ -2,16 +2,23 @@
 
 Made from book/02_kda/01_kda.py: edit that, then run `make export`.
 """
-# built on linear dccc736ce91a
 
+# built on simd c0e9643a4010
+# built on parallel 570cc841af45
+# built on matmul 711b2dad5629
+# built on functions 167407ea1778
 from typing import NamedTuple
-
 import numpy as np
 from numba import njit
+from k3lib.simd import INNER, KERNEL, fma
+from k3lib.parallel import chunk_done, next_chunk, parallel_for, threads_for
+from k3lib.matmul import NotFinite, dot, linear
+from k3lib.functions import exp, rms_norm, sigmoid
 
-from k3lib.linear import INNER, KERNEL, NotFinite, dot, draw_run, exp, finish, fma, linear, rms_norm, sigmoid, spread, threads_for
 
 L2_EPS = np.float32(1e-6)  # added to the sum of squares, not to their mean
+
+
 _ONE, _ZERO = np.float32(1), np.float32(0)
 
 
@@ -165,7 +172,7 @@ def _kda_recurrent(heads, q, k, v, alpha, beta, S, query, delta, out, drawn):
     "Head after head, as drawn, all its tokens one after another; query and delta [heads, d] are scratch."
     scale = _ONE / np.sqrt(np.float32(query.shape[1]))
     while True:
-        begin, end = draw_run(drawn, heads)
+        begin, end = next_chunk(drawn, heads)
         if begin >= heads:
             return
         for h in range(begin, end):
@@ -179,7 +186,7 @@ def _kda_recurrent(heads, q, k, v, alpha, beta, S, query, delta, out, drawn):
                     query[h, j] = scale * q[t, h, j]
                     o[j] = _ZERO
                 _correct(S[h], alpha[t, h], k[t, h], delta[h], query[h], o)
-        finish(drawn, begin, end)
+        chunk_done(drawn, begin, end)
 
 
 def kda_recurrent(q, k, v, alpha, beta, S):
@@ -195,7 +202,7 @@ def kda_recurrent(q, k, v, alpha, beta, S):
     _fits("kda_recurrent: S", S, (heads, d, d))
     query, delta = np.empty((2, heads, d), np.float32)
     out = np.empty_like(v)
-    spread(threads_for(2 * T * S.size), heads, _kda_recurrent, q, k, v, alpha, beta, S, query, delta, out)
+    parallel_for(threads_for(2 * T * S.size), heads, _kda_recurrent, q, k, v, alpha, beta, S, query, delta, out)
     return out
 
 
@@ -248,4 +255,7 @@ def kda_layer(W, x, state, eps, lower_bound):
     return linear(W["o_proj"], normed * gate)
 
 
-__all__ = ['L2_EPS', 'short_conv', 'l2norm', 'kda_decay', 'kda_recurrent', 'squash', 'KDAState', 'kda_state', 'KDA_ORDER', 'kda_layer']
+__all__ = [
+    "L2_EPS", "short_conv", "l2norm", "kda_decay", "kda_recurrent", "squash", "KDAState", "kda_state", "KDA_ORDER",
+    "kda_layer",
+]

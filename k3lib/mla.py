@@ -2,17 +2,25 @@
 
 Made from book/03_mla/01_mla.py: edit that, then run `make export`.
 """
-# built on linear dccc736ce91a
-# built on mxfp4 0f1b34b47d7c
 
+# built on simd c0e9643a4010
+# built on parallel 570cc841af45
+# built on matmul 711b2dad5629
+# built on functions 167407ea1778
 import numpy as np
 from numba import get_num_threads, njit
+from k3lib.simd import INNER, KERNEL, fma16, load16, load16_part, splat16, store16
+from k3lib.parallel import chunk_done, next_chunk, parallel_for, threads_for
+from k3lib.matmul import check_product, fma4, line_aligned, linear, load4, row_dot, rows4, rows4_tokens4
+from k3lib.functions import exp, rms_norm, sigmoid
 
-from k3lib.linear import KERNEL, _dot, _fma4, _load4, _rows4, _rows4_tokens4, check_product, exp, linear, rms_norm, sigmoid
-from k3lib.mxfp4 import INNER, aligned, draw_run, finish, fma16, load16, load16_part, splat16, spread, store16, threads_for
 
 TILE = 64  # cache rows between two looks at the maximum, counted from position 0
+
+
 SLICE = 8  # tokens whose queries and contexts are held at once
+
+
 _ONE, _ZERO, _LOWEST, _FAINT, _NAN = np.float32(1), np.float32(0), np.float32(-np.inf), np.float32(-60), np.float32(np.nan)
 
 
@@ -62,11 +70,11 @@ def _softmax_tile(s, m, l):
 @njit(**INNER)
 def _context4(c, i, n, width, s, work, j, pitch):
     "32 lanes of four contexts, work[j + r*pitch:] += sum over n cache rows of s[r, p] * row p, positions in order."
-    a, b = _load4(work, j, pitch), _load4(work, j + 16, pitch)
+    a, b = load4(work, j, pitch), load4(work, j + 16, pitch)
     for p in range(n):
         weights = splat16(s[0, p]), splat16(s[1, p]), splat16(s[2, p]), splat16(s[3, p])
-        a = _fma4(weights, load16(c, i + p * width), a)
-        b = _fma4(weights, load16(c, i + p * width + 16), b)
+        a = fma4(weights, load16(c, i + p * width), a)
+        b = fma4(weights, load16(c, i + p * width + 16), b)
     for at, v in ((j, a), (j + 16, b)):
         store16(work, at, v[0])
         store16(work, at + pitch, v[1])
@@ -97,11 +105,11 @@ def _visit(c, start, pos, heads, width, latent, work, o, pitch, s, g, rows):
     fours = common - common % 4
     paired = latent - latent % 32 if common else 0
     for p in range(0, fours, 4):
-        _rows4_tokens4(c, i + p * width, width, work, j, pitch, s, 0, p)
+        rows4_tokens4(c, i + p * width, width, work, j, pitch, s, 0, p)
     for r in range(rows):
         n = max(0, min(TILE, pos + (g + r) // heads + 1 - start))
         for p in range(fours, n):
-            s[r, p] = _dot(c, i + p * width, work, j + r * pitch, width)
+            s[r, p] = row_dot(c, i + p * width, work, j + r * pitch, width)
         if n:
             end = j + (r + 1) * pitch
             work[end - 2], work[end - 1], shrink = _softmax_tile(s[r, :n], work[end - 2], work[end - 1])
@@ -121,9 +129,9 @@ def _value(w, i, latent, work, j, total, out, t, first, v):
     "out[t, first:first+v] = W_uv work[j:] / total; the value rows begin at w[i]."
     whole = v - v % 4
     for n in range(0, whole, 4):
-        _rows4(w, i + n * latent, latent, work, j, out, t, first + n)
+        rows4(w, i + n * latent, latent, work, j, out, t, first + n)
     for n in range(whole, v):
-        out[t, first + n] = _dot(w, i + n * latent, work, j, latent)
+        out[t, first + n] = row_dot(w, i + n * latent, work, j, latent)
     for n in range(first, first + v):
         out[t, n] /= total
 
@@ -137,7 +145,7 @@ def _attend(items, span, kv_b, first, x, cache, pos, v, work, s, out, drawn):
     scale = _ONE / np.sqrt(np.float32(x.shape[2]))
     w, c = kv_b.reshape(-1), cache.reshape(-1)
     while True:
-        begin, end = draw_run(drawn, items)
+        begin, end = next_chunk(drawn, items)
         if begin >= items:
             return
         for item in range(begin, end):
@@ -156,7 +164,7 @@ def _attend(items, span, kv_b, first, x, cache, pos, v, work, s, out, drawn):
                     head = h + r % heads
                     _value(w, (head * each + nope) * latent, latent, flat, r * pitch + o, flat[(r + 1) * pitch - 1],
                            out, t + r // heads, (first + head) * v, v)
-        finish(drawn, begin, end)
+        chunk_done(drawn, begin, end)
 
 
 def attend(kv_b, q, cache, pos, v):
@@ -182,8 +190,8 @@ def attend(kv_b, q, cache, pos, v):
         here = len(rows) // each
         span = min(16, 4 * -(-here // (4 * threads)))
         items = -(-here // span)
-        work, s = aligned((items, min(T, SLICE) * span, pitch)), aligned((items, 4, TILE))
-        spread(threads, items, _attend, span, rows, first // each, q, cache, pos, v, work, s, out)
+        work, s = line_aligned((items, min(T, SLICE) * span, pitch)), line_aligned((items, 4, TILE))
+        parallel_for(threads, items, _attend, span, rows, first // each, q, cache, pos, v, work, s, out)
 
     if hasattr(kv_b, "share"):
         kv_b.share(some_heads, get_num_threads())
@@ -224,4 +232,6 @@ def mla_layer(W, x, cache, pos, heads, nope, rope, v_dim, eps_latent=1e-6):
     return linear(W["o_proj"], o)
 
 
-__all__ = ['TILE', 'SLICE', 'attend', 'MLA_ORDER', 'mla_layer']
+__all__ = [
+    "TILE", "SLICE", "attend", "MLA_ORDER", "mla_layer",
+]

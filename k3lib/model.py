@@ -1,14 +1,17 @@
-"""5.5 Ninety-three layers, walked once a token
+"""5.8 Ninety-three layers, walked once a token
 
-Made from book/05_streaming/05_model.py: edit that, then run `make export`.
+Made from book/05_streaming/08_model.py: edit that, then run `make export`.
 """
-# built on checkpoint b58d7a02cc27
-# built on kda a9331b6a81dc
-# built on linear dccc736ce91a
-# built on mla 5f1157306a4a
-# built on moe 998534e8456b
-# built on residual be384b6ccb1d
 
+# built on matmul 711b2dad5629
+# built on functions 167407ea1778
+# built on kda 783e8566cf7c
+# built on mla 724abaacd83d
+# built on residual e0f02fded47c
+# built on moe b8a445422c7f
+# built on fileio 206331a93b99
+# built on tensors cc1cdc1e6d7f
+# built on header 95af72a09a9a
 import contextlib
 import dataclasses
 import hashlib
@@ -17,61 +20,16 @@ import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-
 import numpy as np
-
-from k3lib.checkpoint import CheckpointError, header_bytes, open_shard, read_exactly, whole_file
-from k3lib.kda import KDA_ORDER, kda_layer, kda_state
-from k3lib.linear import NotFinite, bf16_to_float32, check_product, linear, rms_norm
-from k3lib.mla import MLA_ORDER, mla_layer
-from k3lib.moe import DENSE_ORDER, MOE_ORDER, Expert, dense_mlp, moe_layer
+from k3lib.matmul import NotFinite, bf16_to_float32, check_product, linear
+from k3lib.functions import rms_norm
+from k3lib.kda import kda_layer, kda_state
+from k3lib.mla import mla_layer
 from k3lib.residual import mix
-
-EMBED, HEAD = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
-FINAL = tuple(f"language_model.model.{n}.weight" for n in ("output_attn_res_norm", "output_attn_res_proj", "norm"))
-LATENT_EPS = 1e-6  # of the two MLA latent norms: the reference class's default, not rms_norm_eps
-
-
-class UsageError(ValueError):
-    "An argument that cannot be served: token ids, context, budget."
-
-
-BARE = {"A_log", "dt_bias", "gate.e_score_correction_bias"}  # tensors whose name does not end in `.weight`
-PART_ORDER = {"kda": KDA_ORDER, "mla": MLA_ORDER, "dense": DENSE_ORDER, "moe": MOE_ORDER}
-PART_PREFIX = {"kda": "self_attn.", "mla": "self_attn.", "dense": "mlp.", "moe": "block_sparse_moe."}
-NORMS = ("self_attention_res_norm", "self_attention_res_proj", "input_layernorm",
-         "mlp_res_norm", "mlp_res_proj", "post_attention_layernorm")
-
-
-def tensor_name(L, part, short):
-    "The checkpoint's name of a layer's tensor: part 'kda', 'mla', 'dense', 'moe' or 'norms', `short` as in that part's ORDER."
-    if short == "e_score_correction_bias":
-        short = "gate.e_score_correction_bias"
-    suffix = "" if short in BARE else ".weight"
-    return f"language_model.model.layers.{L}.{PART_PREFIX.get(part, '')}{short}{suffix}"
-
-
-def layer_parts(config, L):
-    "The attention part and the feed-forward part of layer L."
-    return config.layer_kind(L), "dense" if config.is_dense(L) else "moe"
-
-
-def walk_order(config):
-    "Names of every tensor but the embedding and the routed experts, in the order one pass over the model takes them."
-    for L in range(config.num_hidden_layers):
-        attention, ffn = layer_parts(config, L)
-        for part, shorts in ((attention, PART_ORDER[attention]), (ffn, PART_ORDER[ffn])):
-            half = NORMS[:3] if part == attention else NORMS[3:]
-            yield from (tensor_name(L, "norms", short) for short in half)
-            yield from (tensor_name(L, part, short) for short in shorts)
-    yield from FINAL
-    yield HEAD
-
-
-def row_multiples(config):
-    "{name: rows that must arrive together}: a head's key and value rows of kv_b_proj."
-    rows = config.qk_nope_head_dim + config.v_head_dim
-    return {tensor_name(L, "mla", "kv_b_proj"): rows for L in sorted(config.mla_layers)}
+from k3lib.moe import Expert, dense_mlp, moe_layer
+from k3lib.fileio import CheckpointError, UsageError, open_shard, read_exactly, whole_file
+from k3lib.tensors import EMBED, EXPERT_NAME, FINAL, HEAD, NORMS, layer_parts, tensor_name
+from k3lib.header import header_bytes
 
 
 class Weights:
@@ -82,9 +40,6 @@ class Weights:
 
     def __getitem__(self, short):
         return self.take(tensor_name(self.L, self.part, short))
-
-
-EXPERT = "language_model.model.layers.{}.block_sparse_moe.experts.{}.{}.weight_{}"
 
 
 def not_finite_in(files, extent, name, begin, end):
@@ -105,7 +60,9 @@ class StateError(CheckpointError):
 
 
 STATE_VERSION, ABOUT = 1, 512  # bytes of the description
-PIECE = 1 << 20  # bytes read at a time
+
+
+STATE_READ_BYTES = 1 << 20  # bytes read at a time
 
 
 def about_bytes(about):
@@ -115,8 +72,8 @@ def about_bytes(about):
 
 def file_pieces(file, begin, end, where):
     "Bytes begin..end of an open file, a piece at a time."
-    for at in range(begin, end, PIECE):
-        piece = bytearray(min(PIECE, end - at))
+    for at in range(begin, end, STATE_READ_BYTES):
+        piece = bytearray(min(STATE_READ_BYTES, end - at))
         read_exactly(file, piece, at, where)
         yield piece
 
@@ -235,8 +192,8 @@ class Model:
         if error.matrix:
             e, matrix = error.matrix
             extents = Expert(*self.experts.extents(int(L), e))
-            name, extent = EXPERT.format(L, e, matrix, "packed"), getattr(extents, matrix)
-            weights = EXPERT.format(L, e, matrix, "scale"), getattr(extents, matrix + "_scale")
+            name, extent = EXPERT_NAME.format(L, e, matrix, "packed"), getattr(extents, matrix)
+            weights = EXPERT_NAME.format(L, e, matrix, "scale"), getattr(extents, matrix + "_scale")
         damage = error.rows and not_finite_in(self.trunk.files, weights[1], weights[0], *error.rows)
         where = "after the last layer" if L is None else f"layer {L}"
         return damage or f"{extent.file}: {where}, {name}: {error}; what the file holds there is finite: an activation overflows"
@@ -410,4 +367,10 @@ class Model:
         self.close()
 
 
-__all__ = ['EMBED', 'HEAD', 'FINAL', 'LATENT_EPS', 'UsageError', 'BARE', 'PART_ORDER', 'PART_PREFIX', 'NORMS', 'tensor_name', 'layer_parts', 'walk_order', 'row_multiples', 'Weights', 'EXPERT', 'not_finite_in', 'StateError', 'STATE_VERSION', 'ABOUT', 'PIECE', 'about_bytes', 'file_pieces', 'check_range', 'Model']
+LATENT_EPS = 1e-6  # of the two MLA latent norms: the reference class's default, not rms_norm_eps
+
+
+__all__ = [
+    "Weights", "not_finite_in", "StateError", "STATE_VERSION", "ABOUT", "STATE_READ_BYTES", "about_bytes",
+    "file_pieces", "check_range", "Model", "LATENT_EPS",
+]

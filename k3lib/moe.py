@@ -2,18 +2,21 @@
 
 Made from book/04_moe_router/02_moe.py: edit that, then run `make export`.
 """
-# built on linear dccc736ce91a
-# built on mxfp4 0f1b34b47d7c
-# built on router d0148ee626ef
 
+# built on mxfp4 ada01661af2a
+# built on simd c0e9643a4010
+# built on matmul 711b2dad5629
+# built on functions 167407ea1778
+# built on router a0c85e58e190
 from typing import NamedTuple
-
 import numpy as np
 from numba import get_num_threads, njit
-
-from k3lib.linear import KERNEL, NotFinite, check_product, fma, linear, rms_norm, sigmoid, tanh
-from k3lib.mxfp4 import GROUP, check_fit, halved, mxfp4_rows
+from k3lib.mxfp4 import GROUP
+from k3lib.simd import KERNEL, fma
+from k3lib.matmul import NotFinite, check_fit, check_product, deinterleaved, linear, mxfp4_rows
+from k3lib.functions import rms_norm, sigmoid, tanh
 from k3lib.router import route
+
 
 _ZERO = np.float32(0)
 
@@ -72,12 +75,12 @@ def expert_mlp(expert, z, beta, linear_beta, out):
     `expert`: an Expert, or what has its .width and .multiply. No weight is unpacked in memory. Raises NotFinite naming w1, w2 or w3.
     """
     gate, up, hidden = np.empty((3, len(z), expert.width), np.float32)
-    halves = halved(z)
+    halves = deinterleaved(z)
     expert.multiply("w1", halves, gate)
     check_product(gate, z, matrix="w1")  # before the nonlinearity: tanh makes an innocent 1 of infinity
     expert.multiply("w3", halves, up)
     check_product(up, z, matrix="w3")
-    expert.multiply("w2", halved(situ_glu(gate, up, beta, linear_beta, hidden)), out)
+    expert.multiply("w2", deinterleaved(situ_glu(gate, up, beta, linear_beta, hidden)), out)
     check_product(out, hidden, matrix="w2")
     return out
 
@@ -147,4 +150,6 @@ def moe_layer(W, experts, x, top_k, scale, beta, linear_beta, eps, on_route=None
     return linear(W["routed_expert_up_proj"], normed) + shared
 
 
-__all__ = ['situ_glu', 'DENSE_ORDER', 'dense_mlp', 'Expert', 'expert_mlp', 'routed_sum', 'MOE_ORDER', 'moe_layer']
+__all__ = [
+    "situ_glu", "DENSE_ORDER", "dense_mlp", "Expert", "expert_mlp", "routed_sum", "MOE_ORDER", "moe_layer",
+]

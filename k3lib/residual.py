@@ -2,12 +2,16 @@
 
 Made from book/03_mla/02_residual.py: edit that, then run `make export`.
 """
-# built on linear dccc736ce91a
 
+# built on simd c0e9643a4010
+# built on matmul 711b2dad5629
+# built on functions 167407ea1778
 import numpy as np
 from numba import njit
+from k3lib.simd import KERNEL, fma
+from k3lib.matmul import NotFinite, dot
+from k3lib.functions import exp
 
-from k3lib.linear import KERNEL, NotFinite, dot, exp, fma
 
 _ZERO, _LOWEST, _FAINT = np.float32(0), np.float32(-np.inf), np.float32(-60)
 
@@ -77,4 +81,6 @@ def mix(sources, n, norm_w, proj_w, eps, out):
     return out
 
 
-__all__ = ['depth_weights', 'mix']
+__all__ = [
+    "depth_weights", "mix",
+]

@@ -2,12 +2,14 @@
 
 Made from book/04_moe_router/01_router.py: edit that, then run `make export`.
 """
-# built on linear dccc736ce91a
 
+# built on simd c0e9643a4010
+# built on functions 167407ea1778
 import numpy as np
 from numba import njit
+from k3lib.simd import KERNEL
+from k3lib.functions import sigmoid
 
-from k3lib.linear import KERNEL, sigmoid
 
 _ZERO, _TINY = np.float32(0), np.float32(1e-20)
 
@@ -54,4 +56,6 @@ def route(logits, bias, k, scale):
     return ids, weights
 
 
-__all__ = ['route']
+__all__ = [
+    "route",
+]

@@ -1,10 +1,12 @@
-"""1.4 A checkpoint without the weights
+"""5.24 A checkpoint without the weights
 
-Made from book/01_mxfp4/04_synth.py: edit that, then run `make export`.
+Made from book/05_streaming/24_synth.py: edit that, then run `make export`.
 """
-# built on checkpoint b58d7a02cc27
-# built on config e3e1d35a4c85
 
+# built on fileio 206331a93b99
+# built on config 73a7c753c2bf
+# built on header 95af72a09a9a
+# built on checkpoint 135607065727
 import hashlib
 import json
 import os
@@ -16,11 +18,20 @@ from functools import lru_cache
 from math import ceil, floor, log2, prod, sqrt
 from pathlib import Path
 from typing import NamedTuple
-
 import numpy as np
-
-from k3lib.checkpoint import ITEMSIZE, header_bytes, split_name, writing
-from k3lib.config import FIXED, INTEGERS, REALS, Config, ConfigError, global_tensors, layer_tensors, read_config
+from k3lib.fileio import writing
+from k3lib.config import (
+    Config,
+    ConfigError,
+    FIXED,
+    INTEGERS,
+    REALS,
+    global_tensors,
+    layer_tensors,
+    read_config,
+)
+from k3lib.header import ITEMSIZE, header_bytes
+from k3lib.checkpoint import split_name
 
 
 class SynthError(ValueError):
@@ -35,18 +46,28 @@ RELEASED = {
     "kda_conv_kernel": 4, "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.0, "activation_situ_beta": 4.0,
     "activation_situ_linear_beta": 25.0, "kda_gate_lower_bound": -5.0,
 }
+
+
 SLICE = RELEASED | {"num_hidden_layers": 4, "num_experts": 32, "vocab_size": 16384}
+
+
 ORACLE = RELEASED | {
     "vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 13, "attn_res_block_size": 3, "intermediate_size": 256,
     "num_attention_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8,
     "v_head_dim": 16, "num_experts": 16, "num_experts_per_token": 4, "moe_intermediate_size": 96,
     "routed_expert_hidden_size": 64, "kda_num_heads": 4, "kda_head_dim": 32,
 }
+
+
 PRESETS = {"full": (RELEASED, True), "slice": (SLICE, False), "oracle": (ORACLE, False)}  # numbers, and whether most rows stay holes
 
 
 LIMITS = {name: (int, low, high) for name, low, high in INTEGERS.values()} | {name: (float, low, high) for name, low, high in REALS.values()}
+
+
 SHORT = {"num_hidden_layers": "layers", "num_experts": "experts", "vocab_size": "vocab"}
+
+
 ARGUMENTS = {SHORT.get(name, name): name for name in LIMITS}  # argument of synth -> field of Config
 
 
@@ -76,6 +97,8 @@ CONTROL = {
     7: "[end_header_id]", 9: "[EOT]", 18: "<|media_begin|>", 19: "<|media_content|>", 20: "<|media_end|>", 21: "<|media_pad|>",
     65: "<osagent_mode>", -2: "[UNK]", -1: "[PAD]",
 }  # by place among the control ids; the other places have no name
+
+
 UNFLAGGED = ("<|open|>", "<|close|>", "<|sep|>")  # those the released file does not call special
 
 
@@ -190,12 +213,26 @@ def draw(bits, dtype, count, low, high):
 
 
 ROWS = 128  # live rows of a large matrix
+
+
 HEADS = 2  # live heads of a layer
+
+
 EXPERTS = 16  # live experts of a layer
+
+
 EXPERT_ROWS = 64  # live rows of each of their matrices
+
+
 LOW_IDS = 4096  # ids with a live row in both vocabulary tables; above them every ID_STEP-th, and the control ids
+
+
 ID_STEP = 80
+
+
 WHOLE = 2_000_000  # bytes up to which a tensor has no holes
+
+
 ALWAYS = ("gate", "kv_a_proj_with_mqa")  # and these have none at any size: a router must see all experts, a latent has 64 extra rows
 
 
@@ -254,7 +291,11 @@ def live_rows(r, name, dtype, shape):
 
 
 GAIN = {"o_proj": 2.0, "down_proj": 2.0, "lm_head": 3.0}  # the first two follow a gate that halves
+
+
 E2M1_RMS = sqrt((0.5**2 + 1 + 1.5**2 + 2**2 + 3**2 + 4**2 + 6**2) / 8)  # of the four-bit codes, evenly drawn
+
+
 INTERVAL = {
     "A_log": (-1.0, 1.0), "dt_bias": (-5.0, 1.0), "e_score_correction_bias": (-0.1, 0.1), "embed_tokens": (-0.87, 0.87),
     "q_conv1d": (-0.87, 0.87), "k_conv1d": (-0.87, 0.87), "v_conv1d": (-0.87, 0.87),
@@ -482,4 +523,12 @@ def synth(folder, preset="full", seed=0, layers=None, experts=None, vocab=None, 
     return Written(folder, len(shards), count, size - sum(len(shard.header) for shard in shards), size, written, disk)
 
 
-__all__ = ['SynthError', 'RELEASED', 'SLICE', 'ORACLE', 'PRESETS', 'LIMITS', 'SHORT', 'ARGUMENTS', 'checked', 'numbers', 'CONTROL', 'UNFLAGGED', 'control_ids', 'tokenizer_tree', 'config_tree', 'Recipe', 'write_config', 'TOWER', 'outside_tensors', 'layer_file', 'files', 'file_order', 'stream', 'to_bf16', 'draw', 'ROWS', 'HEADS', 'EXPERTS', 'EXPERT_ROWS', 'LOW_IDS', 'ID_STEP', 'WHOLE', 'ALWAYS', 'choose', 'place', 'head_rows', 'live_heads', 'live_experts', 'live_rows', 'GAIN', 'E2M1_RMS', 'INTERVAL', 'live_inputs', 'interval', 'Run', 'runs', 'Piece', 'Shard', 'plan_shard', 'plan', 'CHUNK', 'write_shard', 'shown_bytes', 'write_shards', 'prepare', 'keeps_holes', 'check_space', 'write_index', 'Written', 'synth']
+__all__ = [
+    "SynthError", "RELEASED", "SLICE", "ORACLE", "PRESETS", "LIMITS", "SHORT", "ARGUMENTS", "checked", "numbers",
+    "CONTROL", "UNFLAGGED", "control_ids", "tokenizer_tree", "config_tree", "Recipe", "write_config", "TOWER",
+    "outside_tensors", "layer_file", "files", "file_order", "stream", "to_bf16", "draw", "ROWS", "HEADS", "EXPERTS",
+    "EXPERT_ROWS", "LOW_IDS", "ID_STEP", "WHOLE", "ALWAYS", "choose", "place", "head_rows", "live_heads",
+    "live_experts", "live_rows", "GAIN", "E2M1_RMS", "INTERVAL", "live_inputs", "interval", "Run", "runs", "Piece",
+    "Shard", "plan_shard", "plan", "CHUNK", "write_shard", "shown_bytes", "write_shards", "prepare", "keeps_holes",
+    "check_space", "write_index", "Written", "synth",
+]

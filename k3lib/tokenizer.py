@@ -1,21 +1,20 @@
-"""5.2 Bytes to ids and back
+"""5.21 Bytes to ids and back
 
-Made from book/05_streaming/02_tokenizer.py: edit that, then run `make export`.
+Made from book/05_streaming/21_tokenizer.py: edit that, then run `make export`.
 """
-# built on checkpoint b58d7a02cc27
 
+# built on fileio 206331a93b99
 import binascii
 import codecs
 import ctypes
+import os
 import re
 from itertools import groupby, pairwise
 from operator import index
 from pathlib import Path
-
 import numpy as np
 import tokenizers
-
-from k3lib.checkpoint import json_object, small_file
+from k3lib.fileio import json_object, small_file
 
 
 class TokenizerError(ValueError):
@@ -23,6 +22,8 @@ class TokenizerError(ValueError):
 
 
 MAX_RANKS_BYTES = 16_000_000  # the released tiktoken.model has 2.8 MB
+
+
 MAX_JSON_BYTES = 4_000_000  # Python's objects take some fifteen times the text
 
 
@@ -52,8 +53,14 @@ def read_ranks(path):
 
 
 UPPER = r"(?:(?!\p{Han})[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}])"
+
+
 LOWER = r"(?:(?!\p{Han})[\p{Ll}\p{Lm}\p{Lo}\p{M}])"
+
+
 ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+
+
 PATTERN = "|".join([
     r"\p{Han}+",
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{ENDING}",
@@ -100,6 +107,8 @@ def build_encoder(blob, offsets):
 
 
 CUT_CHARS = 400_000
+
+
 RUN_CHARS = 25_000
 
 
@@ -118,7 +127,7 @@ def cut(text):
 
 
 def read_json(path):
-    "The JSON object in `path`, read as strictly as a header (1.1.2)."
+    "The JSON object in `path`, read as strictly as a header (5.5.2)."
     return json_object(small_file(path, MAX_JSON_BYTES, TokenizerError), path, TokenizerError)
 
 
@@ -263,4 +272,13 @@ class Tokenizer:
             trim(0)
 
 
-__all__ = ['TokenizerError', 'MAX_RANKS_BYTES', 'MAX_JSON_BYTES', 'read_ranks', 'UPPER', 'LOWER', 'ENDING', 'PATTERN', 'byte_alphabet', 'BYTE_CHARS', 'as_chars', 'build_encoder', 'CUT_CHARS', 'RUN_CHARS', 'cut', 'read_json', 'named_specials', 'MAX_SPECIALS', 'all_specials', 'stop_ids', 'StreamDecoder', 'Tokenizer']
+def open_tokenizer(path, config):
+    "The folder's Tokenizer, or None where it holds no vocabulary; a link to one that is gone is not none."
+    return Tokenizer(path, config.vocab_size) if os.path.lexists(Path(path) / "tiktoken.model") else None
+
+
+__all__ = [
+    "TokenizerError", "MAX_RANKS_BYTES", "MAX_JSON_BYTES", "read_ranks", "UPPER", "LOWER", "ENDING", "PATTERN",
+    "byte_alphabet", "BYTE_CHARS", "as_chars", "build_encoder", "CUT_CHARS", "RUN_CHARS", "cut", "read_json",
+    "named_specials", "MAX_SPECIALS", "all_specials", "stop_ids", "StreamDecoder", "Tokenizer", "open_tokenizer",
+]

@@ -1,9 +1,11 @@
-"""1.5 Whether every byte is the one that was published
+"""5.23 Whether every byte is the one that was published
 
-Made from book/01_mxfp4/05_verify.py: edit that, then run `make export`.
+Made from book/05_streaming/23_verify.py: edit that, then run `make export`.
 """
-# built on checkpoint b58d7a02cc27
 
+# built on fileio 206331a93b99
+# built on header 95af72a09a9a
+# built on checkpoint 135607065727
 import hashlib
 import os
 import re
@@ -15,18 +17,22 @@ from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
-
 from tqdm import tqdm
-
-from k3lib.checkpoint import INDEX, ITEMSIZE, Checkpoint, CheckpointError, open_shard, parse_header, read_exactly, read_header
+from k3lib.fileio import CheckpointError, open_shard, read_exactly
+from k3lib.header import ITEMSIZE, parse_header, read_header
+from k3lib.checkpoint import Checkpoint, INDEX
 
 
 SHA256, GIT = "sha256", "git's sha1"
+
+
 KINDS = {64: SHA256, 40: GIT}  # by the number of hexadecimal digits
-PIECE = 4 << 20  # bytes of a file in memory at a time
 
 
-def stamp(stat):
+HASH_READ_BYTES = 4 << 20  # bytes of a file in memory at a time
+
+
+def file_stamp(stat):
     "What changes when a file does, of an os.stat: bytes, two times in ns, inode."
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
@@ -34,7 +40,7 @@ def stamp(stat):
 def stamp_of(path):
     "The stamp of the file at `path` now; CheckpointError if there is none."
     try:
-        return stamp(os.stat(path))
+        return file_stamp(os.stat(path))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be looked at: {error.strerror}") from None
 
@@ -54,10 +60,10 @@ def hashes(path, kinds, progress=lambda nbytes: None, stop=None):
     `progress` is told the bytes of each piece. CheckpointError if the file cannot be read, or changes while it is.
     """
     with open_shard(path) as file:
-        before = stamp(os.fstat(file.fileno()))
-        found, buffer = {kind: _begin(kind, before[0]) for kind in kinds}, bytearray(min(PIECE, before[0]))
+        before = file_stamp(os.fstat(file.fileno()))
+        found, buffer = {kind: _begin(kind, before[0]) for kind in kinds}, bytearray(min(HASH_READ_BYTES, before[0]))
         _advise(file, 0, 0, "POSIX_FADV_SEQUENTIAL")
-        for begin in range(0, before[0], PIECE):
+        for begin in range(0, before[0], HASH_READ_BYTES):
             if stop is not None and stop.is_set():
                 return None
             piece = memoryview(buffer)[:before[0] - begin]
@@ -66,12 +72,14 @@ def hashes(path, kinds, progress=lambda nbytes: None, stop=None):
                 each.update(piece)
             _advise(file, begin, len(piece), "POSIX_FADV_DONTNEED")
             progress(len(piece))
-        if stamp(os.fstat(file.fileno())) != before or stamp_of(path) != before:
+        if file_stamp(os.fstat(file.fileno())) != before or stamp_of(path) != before:
             raise CheckpointError(f"{path}: was changed or replaced while it was read, expected the same file at the end")
     return before, {kind: each.hexdigest() for kind, each in found.items()}
 
 
 _LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](?:\./)*([^\x00-\x1f]+)")
+
+
 MANIFEST_MAX = 1 << 24  # bytes
 
 
@@ -198,6 +206,8 @@ class Kept:
 
 
 _SHARD_FILE = re.compile(r"model(-\d{5,6}-of-\d{5,6})?\.safetensors", re.ASCII)
+
+
 SMALL = "config.json", INDEX, "tiktoken.model", "tokenizer_config.json"
 
 
@@ -367,4 +377,8 @@ def verify(path, config=None, check=None, manifest=None, every=False, threads=No
     return result
 
 
-__all__ = ['SHA256', 'GIT', 'KINDS', 'PIECE', 'stamp', 'stamp_of', 'hashes', 'MANIFEST_MAX', 'manifest_text', 'read_manifest', 'manifest_path', 'Expected', 'download_hashes', 'RELEASED', 'is_released', 'published_sizes', 'header_fault', 'Kept', 'SMALL', 'Verified', 'verify']
+__all__ = [
+    "SHA256", "GIT", "KINDS", "HASH_READ_BYTES", "file_stamp", "stamp_of", "hashes", "MANIFEST_MAX",
+    "manifest_text", "read_manifest", "manifest_path", "Expected", "download_hashes", "RELEASED", "is_released",
+    "published_sizes", "header_fault", "Kept", "SMALL", "Verified", "verify",
+]

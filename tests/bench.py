@@ -21,12 +21,13 @@ from numba import njit, prange
 from scale import machine
 
 import k3lib
-from k3lib.decode import PlanError
+from k3lib.plan import PlanError
 from k3lib.kda import kda_recurrent, kda_state
-from k3lib.linear import Rows, linear
+from k3lib.matmul import ResidentMatrix, linear
 from k3lib.mla import attend
-from k3lib.mxfp4 import halved, mxfp4_rows
-from k3lib.trunk import CORES, at_once
+from k3lib.matmul import deinterleaved, mxfp4_rows
+from k3lib.parallel import CORES
+from k3lib.trunk import max_concurrent_blocks
 
 ROOT = Path(__file__).parents[1]
 EMBEDDED = ROOT / "fixtures" / "oracle13" / "model"
@@ -64,10 +65,10 @@ def kernels(rounds=15):
     "Matrix products of one token over more memory than any cache holds, beside a sum that only reads."
     rng = np.random.default_rng(0)
     ones = np.ones(1 << 28, np.float32)
-    matrices = [Rows(rng.integers(0x3c00, 0x3d00, (12288, 7168), np.uint16)) for _ in range(5)]
+    matrices = [ResidentMatrix(rng.integers(0x3c00, 0x3d00, (12288, 7168), np.uint16)) for _ in range(5)]
     experts = [(rng.integers(0, 256, (3072, 1792), np.uint8), rng.integers(120, 124, (3072, 112), np.uint8)) for _ in range(160)]
     x, y = rng.standard_normal((1, 7168), np.float32), np.empty((1, 12288), np.float32)
-    halves, ws, pool = halved(rng.standard_normal((1, 3584), np.float32)), np.empty((CORES, 1, 3072), np.float32), ThreadPoolExecutor(CORES)
+    halves, ws, pool = deinterleaved(rng.standard_normal((1, 3584), np.float32)), np.empty((CORES, 1, 3072), np.float32), ThreadPoolExecutor(CORES)
 
     def bf16():
         for matrix in matrices:
@@ -94,7 +95,7 @@ def context(rounds=9):
     q, k, v, g = (rng.standard_normal((1, 96, 128), np.float32) for _ in range(4))
     decay, beta = np.exp(-np.abs(g)), rng.random((1, 96), np.float32)
     q, k = (a / np.linalg.norm(a, axis=-1, keepdims=True) for a in (q, k))
-    kv_b = Rows(rng.integers(0x3c00, 0x3d00, (96 * 256, 512), np.uint16))
+    kv_b = ResidentMatrix(rng.integers(0x3c00, 0x3d00, (96 * 256, 512), np.uint16))
     query, cache = rng.standard_normal((1, 96, 192), np.float32), rng.standard_normal((4096, 576), np.float32)
     seconds = in_turns({"kda": lambda: kda_recurrent(q, k, v, decay, beta, state.S),
                         "mla 0": lambda: attend(kv_b, query, cache, 0, 128),
@@ -153,7 +154,7 @@ def read_alone(model, expert_bytes, count):
         began, number = time.perf_counter(), ring.begin()
         for name in model.trunk.reads:
             reads = model.trunk.reads[name]
-            ring.each(number, len(reads), lambda read, data: None, at_once(CORES))
+            ring.each(number, len(reads), lambda read, data: None, max_concurrent_blocks(CORES))
             number += len(reads)
         seconds.append(time.perf_counter() - began)
     streamed = sum(read.nbytes for read in ring.reads)

@@ -2,7 +2,7 @@
 import pytest
 from hypothesis import settings
 
-from k3lib import decode, mxfp4
+from k3lib import memory, parallel
 
 # a failure seen once is seen again, and none comes by chance
 settings.register_profile("book", derandomize=True, deadline=None)
@@ -12,10 +12,10 @@ settings.load_profile("book")
 @pytest.fixture
 def steady(monkeypatch):
     "A process of 150 MB to every plan: a real one grows a little between asking for the least budget and spending it."
-    monkeypatch.setattr(decode, "resident_bytes", lambda: 150_000_000)
+    monkeypatch.setattr(memory, "resident_bytes", lambda: 150_000_000)
 
 
 @pytest.fixture
 def all_threads(monkeypatch):
     "Work is spread over all threads, however little it is."
-    monkeypatch.setattr(mxfp4, "WORTH", 0)
+    monkeypatch.setattr(parallel, "MIN_PARALLEL_MACS", 0)

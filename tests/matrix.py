@@ -14,10 +14,10 @@ from pathlib import Path
 from unittest import mock
 
 import k3lib
-from k3lib import decode
+from k3lib import engine, parallel, plan
 from k3lib.checkpoint import Checkpoint
 from k3lib.config import read_config
-from k3lib.experts import slot_bytes
+from k3lib.layout import expert_slot_bytes
 from k3lib.synth import synth
 
 IDS = [304, 206, 32, 407, 493, 375]
@@ -42,9 +42,9 @@ def answer(folder, ram, threads, trunk, cache, chunks, steps):
     "{chunk size: sha256 of the logits of IDS and of some steps after them} of one loaded model."
     first = read_config(folder).first_k_dense_replace
     with Checkpoint(folder) as checkpoint:
-        whole = slot_bytes(list(checkpoint.expert(first, 0).values()))
-    planned, found = decode.make_plan, {}
-    with mock.patch.object(decode, "make_plan", lambda *args: cache(planned(*args), whole)):
+        whole = expert_slot_bytes(list(checkpoint.expert(first, 0).values()))
+    planned, found = plan.make_plan, {}
+    with mock.patch.object(plan, "make_plan", lambda *args: cache(planned(*args), whole)):
         model = k3lib.load(folder, ram, trunk, threads, context=len(IDS) + steps)
     try:
         for chunk in chunks:
@@ -77,7 +77,7 @@ def main():
     args = parser.parse_args()
     if args.one:
         folder, trunk, ram = args.one
-        every = sorted({1, decode.CORES}), [None, trunk], CACHES, [4, 1, len(IDS)]
+        every = sorted({1, parallel.CORES}), [None, trunk], CACHES, [4, 1, len(IDS)]
         for row in answers(folder, [ram], *(values[:1] if args.few else values for values in every), 2):
             print(*row, flush=True)
         return 0
@@ -85,7 +85,7 @@ def main():
     with tempfile.TemporaryDirectory() as scratch:
         folder, trunk = Path(scratch, "model"), Path(scratch, "trunk")
         synth(folder, "full", layers=args.layers, experts=args.experts)
-        decode.pack_trunk(folder, trunk)
+        engine.pack_trunk(folder, trunk)
         for cpu, ram in itertools.product(["host", "generic"], args.budgets):
             run = subprocess.run([sys.executable, __file__, "--one", folder, trunk, ram, *["--few"] * (cpu != "host")], stdout=subprocess.PIPE,
                                  text=True, check=True, env={**os.environ, **({"NUMBA_CPU_NAME": cpu} if cpu != "host" else {})})

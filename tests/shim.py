@@ -67,9 +67,10 @@ def decoded(model, new=3):
 
 def small_model(folder):
     "The model with the least memory: nothing is pinned, everything is read in each pass."
-    from k3lib import decode
-    from k3lib.decode import PlanError, load
-    decode.resident_bytes = lambda: 150_000_000  # the least then does not depend on what has been loaded meanwhile
+    from k3lib import memory
+    from k3lib.engine import load
+    from k3lib.plan import PlanError
+    memory.resident_bytes = lambda: 150_000_000  # the least then does not depend on what has been loaded meanwhile
     try:
         load(folder, 1, context=16)
     except PlanError as error:
@@ -98,7 +99,7 @@ def at(path, offset, act):
 def main(folder):
     import numpy as np
 
-    from k3lib import trunk
+    from k3lib import disk
     from k3lib.cli import main as k3
     install()
     found = {}
@@ -129,8 +130,8 @@ def main(folder):
     found["afterwards"] = decoded(model)
 
     said = []
-    trunk._log.addHandler(handler := logging.Handler())
-    trunk._log.propagate, handler.emit = False, lambda record: said.append(record.getMessage())
+    disk._log.addHandler(handler := logging.Handler())
+    disk._log.propagate, handler.emit = False, lambda record: said.append(record.getMessage())
     path, offset, asked = reads[len(reads) // 2]
     slow = threading.Event()
 
@@ -140,7 +141,7 @@ def main(folder):
             time.sleep(1.2)
         return got
     model.close()
-    trunk.STALL = 0.4
+    disk.STALL = 0.4
     model = small_model(folder)
     with ruled(stall):
         found["stalled"] = {"path": path, "offset": offset, **decoded(model)}

@@ -5,7 +5,7 @@ from pathlib import Path
 import jupytext
 import numpy as np
 
-from k3lib.checkpoint import header_bytes
+from k3lib.header import header_bytes
 from k3lib.config import read_config
 
 ROOT = Path(__file__).parents[1]

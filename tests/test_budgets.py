@@ -13,15 +13,16 @@ import pytest
 from test_synth import rewritten
 
 import k3lib
-from k3lib import decode
-from k3lib.checkpoint import EXPERT_TENSORS, Checkpoint, Extent, header_bytes
+from k3lib import disk, engine, memory, plan
+from k3lib.checkpoint import Checkpoint, EXPERT_TENSORS, Extent
+from k3lib.header import header_bytes
 from k3lib.config import read_config
-from k3lib.model import UsageError
+from k3lib.fileio import UsageError
 from k3lib.synth import synth
-from k3lib.trunk import ITEMSIZE
+from k3lib.disk import ITEMSIZE
 
 resource = pytest.importorskip("resource")
-pytestmark = pytest.mark.skipif(decode.peak_bytes() is None, reason="this system does not tell a process its peak")
+pytestmark = pytest.mark.skipif(memory.peak_bytes() is None, reason="this system does not tell a process its peak")
 TWO = {**os.environ, "NUMBA_NUM_THREADS": "2"}  # also where there is one core, and no more threads where there are many
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "fixtures" / "oracle13" / "model"
@@ -46,8 +47,8 @@ def kept(run, ram):
     assert run.code == 0, run.error
     peak, planned = run.report["peak_rss_bytes"], run.plan["total"]
     print(f"budget {ram}, planned {planned / 1e6:.1f} MB, peak {peak / 1e6:.1f} MB")
-    assert planned <= decode.parse_size(ram), f"the plan of {planned} bytes exceeds the budget {ram}"
-    assert peak <= decode.parse_size(ram), f"peak of {peak} bytes, the budget is {ram}"
+    assert planned <= memory.parse_size(ram), f"the plan of {planned} bytes exceeds the budget {ram}"
+    assert peak <= memory.parse_size(ram), f"peak of {peak} bytes, the budget is {ram}"
     assert 0.9 * planned <= peak <= 1.1 * planned, f"peak of {peak} bytes, planned were {planned}"
 
 
@@ -72,7 +73,7 @@ def slice_(tmp_path_factory):
     "Five layers of full width, 64 experts: 16.6 GB of tensors, 0.4 GB on disk. Layers 3 and 4 are MLA."
     folder = tmp_path_factory.mktemp("slice")
     synth(folder / "model", "full", layers=5, experts=64)
-    decode.pack_trunk(folder / "model", folder / "trunk")
+    engine.pack_trunk(folder / "model", folder / "trunk")
     return folder
 
 
@@ -80,7 +81,7 @@ def only(ram):
     "For a child: no more private memory than `ram`. A thread's stack counts whole, used or not, so stacks are small."
     def limits():
         resource.setrlimit(resource.RLIMIT_STACK, (1 << 20, 1 << 20))
-        resource.setrlimit(resource.RLIMIT_DATA, (decode.parse_size(ram),) * 2)
+        resource.setrlimit(resource.RLIMIT_DATA, (memory.parse_size(ram),) * 2)
     return {"preexec_fn": limits}
 
 
@@ -132,16 +133,16 @@ def test_more_than_the_model_needs(tmp_path):
 
 def test_a_plan_that_the_machine_cannot_hold_says_what_would_fit(monkeypatch):
     config, checkpoint = read_config(MODEL), Checkpoint(MODEL)
-    with pytest.raises(decode.PlanError) as refused:
-        decode.make_plan(config, checkpoint, 1, 32)
+    with pytest.raises(plan.PlanError) as refused:
+        plan.make_plan(config, checkpoint, 1, 32)
     for short, advice in (6_000_000, r"a budget of (\d+) MB would fit"), (-2_000_000, r"not even the smallest budget, (\d+) MB, would fit"):
-        free = refused.value.least - decode.resident_bytes() + short
-        monkeypatch.setattr(decode, "available_bytes", lambda: free)
-        with pytest.raises(decode.PlanError, match=advice) as caught:
-            decode.make_plan(config, checkpoint, 10**9, 32)
+        free = refused.value.least - memory.resident_bytes() + short
+        monkeypatch.setattr(memory, "available_bytes", lambda: free)
+        with pytest.raises(plan.PlanError, match=advice) as caught:
+            plan.make_plan(config, checkpoint, 10**9, 32)
         named = int(re.search(advice, str(caught.value))[1]) * 10**6
         if short > 0:
-            assert decode.make_plan(config, checkpoint, named, 32).total <= named
+            assert plan.make_plan(config, checkpoint, named, 32).total <= named
 
 
 # Layouts
@@ -223,23 +224,23 @@ def released():
 @pytest.fixture
 def small_process(monkeypatch):
     "As in a process of its own: this one has pytest and more in memory."
-    monkeypatch.setattr(decode, "resident_bytes", lambda: 130_000_000)
-    monkeypatch.setattr(decode, "available_bytes", lambda: None)
+    monkeypatch.setattr(memory, "resident_bytes", lambda: 130_000_000)
+    monkeypatch.setattr(memory, "available_bytes", lambda: None)
 
 
 def test_the_released_shape_fits_a_gigabyte_and_4096_positions_cost_226_megabytes(released, small_process):
-    short, long = (decode.make_plan(*released, 2 * 10**9, context) for context in (9, 4096))
-    assert all(decode.make_plan(*released, 10**9, context).total <= 10**9 for context in (9, 4096))
+    short, long = (plan.make_plan(*released, 2 * 10**9, context) for context in (9, 4096))
+    assert all(plan.make_plan(*released, 10**9, context).total <= 10**9 for context in (9, 4096))
     cache = long.parts["latent cache, 4096 positions"]
     assert cache == 4096 * 24 * 576 * 4 and 226e6 < cache < 227e6 and 55_000 < cache / 4096 < 55_500
     assert long.total <= 2 * 10**9 and short.pinned_bytes - long.pinned_bytes > 200e6, "the cache takes memory from the trunk"
     assert min(short.total, long.total) > 1.99e9, "most of the budget is spent"
-    with pytest.raises(decode.PlanError, match=r"16384 positions needs at least \d+ MB"):
-        decode.make_plan(*released, 10**9, 16_384)
+    with pytest.raises(plan.PlanError, match=r"16384 positions needs at least \d+ MB"):
+        plan.make_plan(*released, 10**9, 16_384)
 
 
 def test_a_context_that_does_not_fit_is_refused_before_the_first_read(slice_, tmp_path, monkeypatch):
-    monkeypatch.setattr(decode, "Files", lambda: pytest.fail("a file was opened for reading"))
+    monkeypatch.setattr(disk, "Files", lambda: pytest.fail("a file was opened for reading"))
     with pytest.raises(UsageError, match="1000000 positions needs at least"):
         k3lib.load(slice_ / "model", ram="2GB", context=1_000_000)
     run = Run(slice_ / "model", tmp_path, "2GB", tokens=1_000_000)

@@ -15,10 +15,10 @@ import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3lib import checkpoint
-from k3lib.checkpoint import (
-    EXPERT_TENSORS, INDEX, ITEMSIZE, READ_MAX, Checkpoint, CheckpointError, header_bytes, join_name, parse_header, quick_header, split_name,
-)
+from k3lib import checkpoint, fileio, header, system
+from k3lib.checkpoint import Checkpoint, EXPERT_TENSORS, INDEX, join_name, split_name
+from k3lib.fileio import CheckpointError, READ_MAX
+from k3lib.header import ITEMSIZE, header_bytes, parse_header, quick_header
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "fixtures" / "oracle13" / "model"
@@ -266,7 +266,7 @@ def test_header_length_is_judged_before_it_is_read(tmp_path, monkeypatch, length
         file.write(struct.pack("<Q", length))
         file.truncate(300_000_000)
     asked = []
-    monkeypatch.setattr(checkpoint, "_read_some", lambda file, view, offset: asked.append(len(view)) or os.readv(file.fileno(), [view]))
+    monkeypatch.setattr(system, "pread_into", lambda file, view, offset: asked.append(len(view)) or os.readv(file.fileno(), [view]))
     with pytest.raises(CheckpointError, match=f"header length {length:,} bytes, expected 2 to 100,000,000"):
         Checkpoint(tmp_path)
     assert asked == [8]
@@ -274,7 +274,7 @@ def test_header_length_is_judged_before_it_is_read(tmp_path, monkeypatch, length
 
 def test_a_long_header_is_believed_by_columns_or_not_at_all(tmp_path, monkeypatch):
     "What Python makes of a text takes many times its room: a header that needs the plain reader has a bound of its own."
-    monkeypatch.setattr(checkpoint, "PLAIN_MAX", len(TOY))
+    monkeypatch.setattr(header, "PLAIN_MAX", len(TOY))
     for text, size in ((TOY, 14), (TOY.replace(b"14", b"13"), 13), (TOY.replace(b"}}", b"}}   "), 14)):
         (tmp_path / "model.safetensors").write_bytes(file_of(text, TOY_DATA[:size]))
         if size == 14:
@@ -579,8 +579,8 @@ def test_an_index_is_judged_by_its_size_before_it_is_read(tmp_path, monkeypatch)
     headers = sum(path.stat().st_size for path in tmp_path.iterdir()) - 10
     with (tmp_path / INDEX).open("wb") as file:
         file.truncate(10**12)  # sparse
-    asked, real = [], checkpoint._read_some
-    monkeypatch.setattr(checkpoint, "_read_some", lambda file, view, offset: asked.append(file.name) or real(file, view, offset))
+    asked, real = [], system.pread_into
+    monkeypatch.setattr(system, "pread_into", lambda file, view, offset: asked.append(file.name) or real(file, view, offset))
     with pytest.raises(CheckpointError, match=rf"{INDEX}: 1,000,000,000,000 bytes, expected at most {2 * headers + 10**6:,} for the tensors"):
         Checkpoint(tmp_path)
     assert asked and not any(INDEX in name for name in asked)
@@ -633,25 +633,25 @@ def test_a_folder_in_place_of_a_shard(tmp_path):
 
 def test_reads_are_split(toy, monkeypatch):
     assert READ_MAX < (1 << 31) - 4096
-    asked, real = [], checkpoint._read_some
-    monkeypatch.setattr(checkpoint, "READ_MAX", 5)
-    monkeypatch.setattr(checkpoint, "_read_some", lambda f, view, o: asked.append(len(view)) or real(f, view, o))
+    asked, real = [], system.pread_into
+    monkeypatch.setattr(fileio, "READ_MAX", 5)
+    monkeypatch.setattr(system, "pread_into", lambda f, view, o: asked.append(len(view)) or real(f, view, o))
     assert Checkpoint(toy).tensor("a").tolist() == [1, -2]
     assert max(asked) == 5
 
 
 def test_short_reads_continue(oracle, monkeypatch):
-    name, real, random = "language_model.lm_head.weight", checkpoint._read_some, np.random.default_rng(1)
+    name, real, random = "language_model.lm_head.weight", system.pread_into, np.random.default_rng(1)
     right = oracle.raw(name)
-    monkeypatch.setattr(checkpoint, "_read_some", lambda f, view, o: real(f, view[:random.integers(1, 5000)], o))
+    monkeypatch.setattr(system, "pread_into", lambda f, view, o: real(f, view[:random.integers(1, 5000)], o))
     assert (oracle.raw(name) == right).all()
 
 
 def test_without_preadv_from_many_threads(oracle, monkeypatch):
     names = [n for n in oracle.names() if ".experts.0." in n or "q_proj" in n]
     right = {n: oracle.raw(n).tobytes() for n in names}
-    monkeypatch.setattr(checkpoint, "_read_some", checkpoint._seek_read)
-    monkeypatch.setattr(checkpoint, "READ_MAX", 1000)
+    monkeypatch.setattr(system, "pread_into", system._seek_read)
+    monkeypatch.setattr(fileio, "READ_MAX", 1000)
     wrong = []
 
     def read(mine):
@@ -680,7 +680,7 @@ def test_failed_read_and_closed_file(toy, monkeypatch):
 
     c = Checkpoint(toy)
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "_read_some", fail)
+        patched.setattr(system, "pread_into", fail)
         with pytest.raises(CheckpointError, match=r"tensor b: reading 6 bytes at offset \d+ failed: .*Input/output error"):
             c.raw("b")
     c.close()

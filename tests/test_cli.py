@@ -15,7 +15,7 @@ from small import write
 from test_synth import rewritten
 
 from k3lib import cli
-from k3lib.model import UsageError
+from k3lib.fileio import UsageError
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "fixtures" / "oracle13" / "model"

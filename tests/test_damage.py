@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 
 import k3lib
-from k3lib import decode
-from k3lib.checkpoint import Checkpoint, CheckpointError
+from k3lib import plan
+from k3lib.checkpoint import Checkpoint
+from k3lib.fileio import CheckpointError
 from k3lib.config import read_config
 from k3lib.kda import kda_decay, l2norm
-from k3lib.linear import NotFinite, Rows, linear, rms_norm
+from k3lib.functions import rms_norm
+from k3lib.matmul import NotFinite, ResidentMatrix, linear
 from k3lib.mla import attend
-from k3lib.model import EMBED, EXPERT, walk_order
+from k3lib.tensors import EMBED, EXPERT_NAME, forward_order
 from k3lib.moe import Expert, expert_mlp
-from k3lib.mxfp4 import mxfp4_matmul
+from k3lib.matmul import mxfp4_matmul
 from k3lib.residual import mix
-from k3lib.trunk import is_matrix
+from k3lib.tensors import is_matrix
 
 MODEL = Path(__file__).parents[1] / "fixtures" / "oracle13" / "model"
 TOKEN = 5
@@ -38,7 +40,7 @@ def checkpoint(folder):
 
 
 def least(folder):
-    with pytest.raises(decode.PlanError) as refused:
+    with pytest.raises(plan.PlanError) as refused:
         k3lib.load(folder, 1, context=32)
     return refused.value.least
 
@@ -47,7 +49,7 @@ def least(folder):
 def streaming(folder):
     "A model that reads every matrix anew at every pass."
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "_front", lambda streams, nbytes: (frozenset(), 0))
+        patch.setattr(plan, "_front", lambda streams, nbytes: (frozenset(), 0))
         model = k3lib.load(folder, least(folder) + 1_000_000, context=32)
     yield model
     model.close()
@@ -90,7 +92,7 @@ def complaint(model):
 def one_of_each(checkpoint, config, wanted):
     "Names from the walk, one of each kind of tensor, taken from the layers in turn."
     kinds = {}
-    for name in walk_order(config):
+    for name in forward_order(config):
         if is_matrix(name, checkpoint.extent(name)) == wanted:
             kinds.setdefault(re.sub(r"layers\.\d+\.", "", name), []).append(name)
     return [names[i % len(names)] for i, names in enumerate(kinds.values())]
@@ -147,7 +149,7 @@ def test_a_scale_of_255(folder, streaming, checkpoint, ram):
     for L, matrix in ((1, "w1"), (7, "w3"), (12, "w2")):
         model = k3lib.load(folder, least(folder) + 1_000_000 if ram == "least" else ram, context=32)  # it may keep the expert, damaged as it is
         e = routed(streaming, L)[0]
-        scale = checkpoint.extent(EXPERT.format(L, e, matrix, "scale"))
+        scale = checkpoint.extent(EXPERT_NAME.format(L, e, matrix, "scale"))
         row, group = scale.shape[0] - 1, scale.shape[1] - 1
         with damaged(scale, row * scale.shape[1] + group, b"\xff"):
             said = complaint(model)
@@ -157,7 +159,7 @@ def test_a_scale_of_255(folder, streaming, checkpoint, ram):
 
 def test_an_expert_that_is_not_chosen_and_a_row_that_is_not_read_harm_nobody(streaming, checkpoint):
     other = next(e for e in range(16) if e not in routed(streaming, 1))
-    scale, embed = checkpoint.extent(EXPERT.format(1, other, "w1", "scale")), checkpoint.extent(EMBED)
+    scale, embed = checkpoint.extent(EXPERT_NAME.format(1, other, "w1", "scale")), checkpoint.extent(EMBED)
     with damaged(scale, 0, b"\xff"), damaged(embed, (TOKEN + 1) * embed.shape[1], coded(np.nan, "BF16")):
         streaming.reset()
         assert np.isfinite(streaming.prefill([TOKEN])).all()
@@ -199,7 +201,7 @@ def test_no_position_and_no_zero_hides_a_number_from_linear(T):
                     W[row, (5 * row + T) % k] = value
                     W = W if dtype == np.float32 else (W.view(np.uint32) >> 16).astype(np.uint16)
                     with pytest.raises(NotFinite) as caught:
-                        linear(Rows(W), np.zeros((T, k), np.float32))
+                        linear(ResidentMatrix(W), np.zeros((T, k), np.float32))
                     assert caught.value.rows == (row, row + 1)
 
 
@@ -241,5 +243,5 @@ def test_a_score_of_minus_infinity_is_no_weight_of_zero(sign):
     cache = np.zeros((2, 32), np.float32)
     cache[0] = sign * 1e19
     with pytest.raises(NotFinite) as caught:
-        attend(Rows(kv_b), np.ones((1, 1, 4), np.float32), cache, 1, 4)
+        attend(ResidentMatrix(kv_b), np.ones((1, 1, 4), np.float32), cache, 1, 4)
     assert caught.value.rows == (0, 8)

@@ -8,30 +8,31 @@ import pytest
 from small import write
 
 import k3lib
-from k3lib import decode
-from k3lib.checkpoint import Checkpoint, CheckpointError
+from k3lib import engine, memory, plan
+from k3lib.checkpoint import Checkpoint
+from k3lib.fileio import CheckpointError
 from k3lib.config import read_config
-from k3lib.model import UsageError
+from k3lib.fileio import UsageError
 
 MODEL = Path(__file__).parents[1] / "fixtures" / "oracle13" / "model"
 
 
 def least():
     "The smallest budget for the embedded model in this process, now."
-    with pytest.raises(decode.PlanError) as refused:
-        decode.make_plan(read_config(MODEL), Checkpoint(MODEL), 1, 32)
+    with pytest.raises(plan.PlanError) as refused:
+        plan.make_plan(read_config(MODEL), Checkpoint(MODEL), 1, 32)
     return refused.value.least
 
 
 @pytest.mark.parametrize("text, value", [("8GB", 8 * 10**9), ("8GiB", 8 * 2**30), ("900MB", 9 * 10**8), ("1.5 GB", 15 * 10**8), (12345, 12345), ("2kb", 2000)])
 def test_sizes(text, value):
-    assert decode.parse_size(text) == value
+    assert memory.parse_size(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "8 gigs", "1e9", "nan", "8GBs", None])
 def test_what_is_no_size_is_refused_by_name(text):
     with pytest.raises(UsageError, match="is not a size"):
-        decode.parse_size(text)
+        memory.parse_size(text)
 
 
 def group(folder, names, limit, usage, stat):
@@ -48,30 +49,30 @@ def test_cgroup_v2_nested_takes_every_limit(tmp_path):
     group(tmp_path / "a" / "b", V2, "max", 10, "inactive_file 0")
     group(tmp_path / "a", V2, 1000, 400, "anon 5\ninactive_file 100")
     (tmp_path / "self").write_text("0::/a/b\n")
-    assert list(decode.cgroup_free(tmp_path / "self", tmp_path)) == [700]
+    assert list(memory.cgroup_free(tmp_path / "self", tmp_path)) == [700]
 
 
 def test_cgroup_v1_nested_in_a_hybrid_system(tmp_path):
     group(tmp_path / "memory" / "x" / "y", V1, 900, 100, "inactive_file 1\ntotal_inactive_file 30")
     group(tmp_path / "memory" / "x", V1, 500, 450, "total_inactive_file 0")
     (tmp_path / "self").write_text("5:cpu:/x/y\n4:memory:/x/y\n0::/\n")
-    assert list(decode.cgroup_free(tmp_path / "self", tmp_path)) == [830, 50]
+    assert list(memory.cgroup_free(tmp_path / "self", tmp_path)) == [830, 50]
 
 
 def test_a_cgroup_that_is_too_small_refuses_the_plan(monkeypatch):
-    monkeypatch.setattr(decode, "cgroup_free", lambda: [1_000_000])
-    with pytest.raises(decode.PlanError, match="only 1.0 MB of memory are free"):
-        decode.make_plan(read_config(MODEL), Checkpoint(MODEL), 10**9, 32)
+    monkeypatch.setattr(memory, "cgroup_free", lambda: [1_000_000])
+    with pytest.raises(plan.PlanError, match="only 1.0 MB of memory are free"):
+        plan.make_plan(read_config(MODEL), Checkpoint(MODEL), 10**9, 32)
 
 
 def test_the_number_a_refusal_names_would_do():
     config, checkpoint = read_config(MODEL), Checkpoint(MODEL)
-    with pytest.raises(decode.PlanError, match="at least") as refused:
-        decode.make_plan(config, checkpoint, 1000, 32)
+    with pytest.raises(plan.PlanError, match="at least") as refused:
+        plan.make_plan(config, checkpoint, 1000, 32)
     named = int(str(refused.value).rsplit("at least ", 1)[1].split(" MB")[0]) * 10**6
-    assert decode.make_plan(config, checkpoint, named + 4_000_000, 32).total <= named + 4_000_000  # the process grows a little meanwhile
-    with pytest.raises(decode.PlanError):
-        decode.make_plan(config, checkpoint, refused.value.least - 4_000_000, 32)
+    assert plan.make_plan(config, checkpoint, named + 4_000_000, 32).total <= named + 4_000_000  # the process grows a little meanwhile
+    with pytest.raises(plan.PlanError):
+        plan.make_plan(config, checkpoint, refused.value.least - 4_000_000, 32)
 
 
 def test_a_plan_never_exceeds_its_budget_and_more_pins_more(steady):
@@ -79,7 +80,7 @@ def test_a_plan_never_exceeds_its_budget_and_more_pins_more(steady):
     floor = least() + 2_000_000
     shares = []
     for extra in range(0, 12_000_000, 1_000_000):
-        plan = decode.make_plan(config, checkpoint, floor + extra, 32)
+        plan = plan.make_plan(config, checkpoint, floor + extra, 32)
         assert plan.total <= floor + extra
         shares.append(plan.pinned_bytes)
     assert shares == sorted(shares) and shares[0] < shares[-1] == plan.trunk_bytes
@@ -87,14 +88,14 @@ def test_a_plan_never_exceeds_its_budget_and_more_pins_more(steady):
 
 def test_a_longer_context_costs_the_latent_cache_alone():
     config, checkpoint = read_config(MODEL), Checkpoint(MODEL)
-    one, two = (decode.make_plan(config, checkpoint, 10**9, n).parts for n in (1000, 2000))
-    assert two["latent cache, 2000 positions"] - one["latent cache, 1000 positions"] == 1000 * decode.position_bytes(config)
+    one, two = (plan.make_plan(config, checkpoint, 10**9, n).parts for n in (1000, 2000))
+    assert two["latent cache, 2000 positions"] - one["latent cache, 1000 positions"] == 1000 * plan.position_bytes(config)
 
 
 def test_released_sizes():
     config = read_config(MODEL.parents[1] / "k3")
-    assert decode.state_bytes(config) == 69 * 4 * (96 * 128 * 128 + 3 * 96 * 128 * 3)
-    assert decode.position_bytes(config) == 24 * 576 * 4
+    assert plan.state_bytes(config) == 69 * 4 * (96 * 128 * 128 + 3 * 96 * 128 * 3)
+    assert plan.position_bytes(config) == 24 * 576 * 4
 
 
 def test_a_context_that_is_full_refuses_before_it_reads():
@@ -128,7 +129,7 @@ def test_report_is_plain_data():
     assert 12 * 4 < tree["expert_requests"] <= 3 * 12 * 4 and tree["expert_hits"] < tree["expert_requests"]
 
 
-@pytest.mark.skipif(decode.read_call_bytes() is None, reason="this system does not count the bytes of read calls")
+@pytest.mark.skipif(memory.read_call_bytes() is None, reason="this system does not count the bytes of read calls")
 def test_bytes_read_are_those_the_kernel_counted():
     model = k3lib.load(MODEL)
     list(model.generate([1, 2], 2))
@@ -170,7 +171,7 @@ def logits(ram, trunk=None):
 
 
 def test_a_packed_trunk_changes_where_bytes_come_from_and_no_bit(tmp_path, steady):
-    decode.pack_trunk(MODEL, tmp_path / "trunk")
+    engine.pack_trunk(MODEL, tmp_path / "trunk")
     plain, report = logits("1GB")
     assert report.trunk is None and "read from the model's own files" in report.text()
     for ram in ("1GB", least() + 1_500_000):  # all pinned; hardly anything
@@ -193,14 +194,14 @@ def test_a_pack_that_was_broken_off_is_no_trunk_until_it_is_taken_up_again(tmp_p
         __enter__, __exit__ = lambda self: self, lambda self, *_: None
 
     with monkeypatch.context() as patch:
-        patch.setattr(decode, "progress_bar", lambda *_, **how: Broken())
+        patch.setattr(engine, "progress_bar", lambda *_, **how: Broken())
         with pytest.raises(KeyboardInterrupt):
-            decode.pack_trunk(MODEL, tmp_path / "trunk")
+            engine.pack_trunk(MODEL, tmp_path / "trunk")
     there = {file: file.stat().st_mtime_ns for file in (tmp_path / "trunk").glob("*.safetensors")}
     assert 1 < len(there) < 14
     with pytest.raises(CheckpointError, match="missing"):
         k3lib.load(MODEL, trunk=tmp_path / "trunk")
-    done = decode.pack_trunk(MODEL, tmp_path / "trunk")
+    done = engine.pack_trunk(MODEL, tmp_path / "trunk")
     assert f"{14 - len(there)} written and {len(there)} found" in done
     assert all(file.stat().st_mtime_ns == when for file, when in there.items()), "a finished file was written again"
     assert logits("1GB", tmp_path / "trunk")[0] == logits("1GB")[0]
@@ -208,17 +209,17 @@ def test_a_pack_that_was_broken_off_is_no_trunk_until_it_is_taken_up_again(tmp_p
 
 
 def test_the_trunk_of_another_model_is_refused_also_where_only_its_numbers_differ(tmp_path):
-    decode.pack_trunk(write(tmp_path / "other"), tmp_path / "trunk")
+    engine.pack_trunk(write(tmp_path / "other"), tmp_path / "trunk")
     with pytest.raises(CheckpointError, match="not that of"):
         k3lib.load(MODEL, trunk=tmp_path / "trunk")
     with pytest.raises(CheckpointError, match="another checkpoint"):
-        decode.pack_trunk(MODEL, tmp_path / "trunk")
+        engine.pack_trunk(MODEL, tmp_path / "trunk")
 
 
 def test_tokens_are_shown_as_they_come(monkeypatch):
-    happened, prefill = [], k3lib.decode.Decoder.prefill
-    monkeypatch.setattr(decode.Decoder, "prefill", lambda self, ids: (happened.append("a step"), prefill(self, ids))[1])
-    report = decode.decode(MODEL, ids="304,206,32,407,493,375,224,286,48,367,487,230", max_new_tokens=3, ram="1GB", show=happened.append)
+    happened, prefill = [], k3lib.engine.Decoder.prefill
+    monkeypatch.setattr(engine.Decoder, "prefill", lambda self, ids: (happened.append("a step"), prefill(self, ids))[1])
+    report = engine.decode(MODEL, ids="304,206,32,407,493,375,224,286,48,367,487,230", max_new_tokens=3, ram="1GB", show=happened.append)
     first = happened.index("a step")
     assert happened[first::2][:3] == ["a step"] * 3
     lines = happened[first + 1:first + 6:2]
@@ -255,12 +256,12 @@ def test_a_closed_model_says_so_and_gives_its_memory_back():
 
 
 def test_an_id_out_of_range_is_refused_before_anything_is_read(monkeypatch):
-    monkeypatch.setattr(decode, "load", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(engine, "load", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(UsageError, match="token id 512 is out of range: the vocabulary has ids 0..511"):
-        decode.decode(MODEL, ids="1,512", show=lambda text: None)
+        engine.decode(MODEL, ids="1,512", show=lambda text: None)
 
 
 @pytest.mark.parametrize("ids, ram", [("9" * 5000, "1GB"), ("1", "9" * 400)])
 def test_numbers_of_any_length_are_refused_by_name(ids, ram):
     with pytest.raises(UsageError, match="is not a"):
-        decode.decode(MODEL, ids=ids, ram=ram, show=lambda text: None)
+        engine.decode(MODEL, ids=ids, ram=ram, show=lambda text: None)

@@ -14,13 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3lib import experts as experts_module
-from k3lib import trunk as trunk_module
-from k3lib.checkpoint import CheckpointError, Extent
-from k3lib.experts import Arriving, Experts, passing_bytes, read_expert, runs, slot_bytes
+from k3lib import disk, read_multiply
+from k3lib import disk
+from k3lib.checkpoint import Extent
+from k3lib.fileio import CheckpointError
+from k3lib.experts import Experts, StreamingExpert, adjacent_runs, read_expert
+from k3lib.layout import expert_slot_bytes, streaming_slot_bytes
 from k3lib.moe import Expert, expert_mlp, routed_sum
-from k3lib.mxfp4 import halved
-from k3lib.trunk import COMPILED_READS, CORES, PAGE, File, Files, aligned, at_once
+from k3lib.matmul import deinterleaved
+from k3lib.disk import File, Files, PAGE, page_buffer
+from k3lib.parallel import CORES
+from k3lib.read_multiply import COMPILED_READS
+from k3lib.trunk import max_concurrent_blocks
 
 LAYERS, EXPERTS = 3, 12
 LATENT, WIDTH = 96, 64
@@ -77,8 +82,8 @@ class Store:
         found, expected = product(expert), self.product(L, e)
         assert found.tobytes() == expected.tobytes(), (
             f"layer {L} expert {e}{when}: a product that differs by {np.abs(found - expected).max():.3g} at {np.argmax(found != expected)}")
-        if isinstance(expert, Arriving):
-            assert expert.kept == (len(expert.slot) >= slot_bytes(self.extents(L, e)))
+        if isinstance(expert, StreamingExpert):
+            assert expert.kept == (len(expert.slot) >= expert_slot_bytes(self.extents(L, e)))
             expert = expert.expert()
         if expert is not None:
             self.check_bytes(L, e, expert, when)
@@ -137,20 +142,20 @@ class Late(Poisoned):
 
 
 def make(store, slots, readers=3, files=None, kind=Experts, nbytes=None):
-    return kind(store.extents, files or Files(), slots, nbytes or slot_bytes(store.extents(0, 0)), readers, range(LAYERS))
+    return kind(store.extents, files or Files(), slots, nbytes or expert_slot_bytes(store.extents(0, 0)), readers, range(LAYERS))
 
 
 def in_pieces_of(monkeypatch, nbytes):
-    monkeypatch.setattr(trunk_module, "PIECE", nbytes)
-    monkeypatch.setattr(experts_module, "PIECE", nbytes)
+    monkeypatch.setattr(disk, "READ_UNIT", nbytes)
+    monkeypatch.setattr(disk, "READ_UNIT", nbytes)
 
 
 @pytest.fixture
 def small(store, monkeypatch):
     "Bytes of a slot through which the store's experts pass, 48 of 64 and 64 of 96 rows at a time."
     in_pieces_of(monkeypatch, 48 * 48)
-    nbytes = passing_bytes(store.extents(0, 0))
-    assert nbytes < slot_bytes(store.extents(0, 0))
+    nbytes = streaming_slot_bytes(store.extents(0, 0))
+    assert nbytes < expert_slot_bytes(store.extents(0, 0))
     return nbytes
 
 
@@ -158,9 +163,9 @@ def small(store, monkeypatch):
 def way(request, monkeypatch):
     "How the rows of what arrives are read."
     if request.param == "from Python":
-        monkeypatch.setattr(experts_module, "COMPILED_READS", False)
+        monkeypatch.setattr(read_multiply, "COMPILED_READS", False)
     if request.param == "buffered":
-        monkeypatch.setattr(trunk_module, "_DIRECT", 0)
+        monkeypatch.setattr(disk, "_DIRECT", 0)
     return request.param
 
 
@@ -174,7 +179,7 @@ def consume(experts, store, L, ids, threads=1, use=lambda: None):
             assert len(running) <= threads, f"{len(running)} calls at a time, {threads} allowed"
         store.check(L, e, expert)
         use()
-        whole = expert.expert() if isinstance(expert, Arriving) else expert
+        whole = expert.expert() if isinstance(expert, StreamingExpert) else expert
         if whole is not None:
             store.check_bytes(L, e, whole, " after its use")
         with lock:
@@ -218,10 +223,10 @@ def close(experts):
 def test_adjacent_tensors_are_one_read():
     def at(file, *offsets):
         return [Extent(file, offset, 10, "U8", (10,)) for offset in offsets]
-    assert runs(at("f", 0, 10, 20, 30)) == [[0, 1, 2, 3]]
-    assert runs(at("f", 20, 0, 10)) == [[1, 2, 0]]
-    assert runs(at("f", 0, 10, 21, 31)) == [[0, 1], [2, 3]]
-    assert runs(at("f", 10) + at("g", 20, 30)) == [[0], [1, 2]]
+    assert adjacent_runs(at("f", 0, 10, 20, 30)) == [[0, 1, 2, 3]]
+    assert adjacent_runs(at("f", 20, 0, 10)) == [[1, 2, 0]]
+    assert adjacent_runs(at("f", 0, 10, 21, 31)) == [[0, 1], [2, 3]]
+    assert adjacent_runs(at("f", 10) + at("g", 20, 30)) == [[0], [1, 2]]
 
 
 @pytest.mark.parametrize("scattered", [False, True])
@@ -230,7 +235,7 @@ def test_an_expert_is_read_into_one_slot_however_it_lies(tmp_path, scattered):
     for L in range(LAYERS):
         for e in range(EXPERTS):
             extents = store.extents(L, e)
-            buffer = aligned(slot_bytes(extents))
+            buffer = page_buffer(expert_slot_bytes(extents))
             before = files.moved
             store.check(L, e, read_expert(files, extents, buffer))
             if not scattered:
@@ -250,9 +255,9 @@ def test_what_arrives_has_the_product_of_the_whole(tmp_path, monkeypatch, way, k
         store, files = Store(tmp_path, gap % 2 == 0, gap, layers=1, experts=3, gap=gap), Files()
         for e in range(3):
             extents = store.extents(0, e)
-            slot = aligned(10 * PAGE + slot_bytes(extents))[:slot_bytes(extents) if kept else passing_bytes(extents)]
+            slot = page_buffer(10 * PAGE + expert_slot_bytes(extents))[:expert_slot_bytes(extents) if kept else streaming_slot_bytes(extents)]
             slot[:] = 0xEE
-            arriving = Arriving(files, extents, slot)
+            arriving = StreamingExpert(files, extents, slot)
             assert arriving.width == WIDTH and arriving.expert() is None
             store.check(0, e, arriving)
             assert (arriving.expert() is not None) == kept
@@ -264,7 +269,7 @@ def test_rows_are_read_by_compiled_code_where_that_can(store, small, way):
     "Python reads only where it must: then three scales an expert, and each piece."
     count, files = [], Files()
     read, files.read = files.read, lambda *args: [count.append(args), read(*args)][1]
-    store.check(0, 0, Arriving(files, store.extents(0, 0), aligned(small)))
+    store.check(0, 0, StreamingExpert(files, store.extents(0, 0), page_buffer(small)))
     direct = COMPILED_READS and way == "compiled" and File(store.where[0, 0, "w1"].file).how == "direct"
     assert len(count) == (0 if direct else 3 + 2 + 2 + 2), f"{way}: {len(count)} reads from Python"
     assert files.bytes_read["experts"] == SIZE
@@ -280,10 +285,10 @@ def test_whatever_arrives_fits_its_slot(tmp_path_factory, latent, width, piece, 
     z = np.random.default_rng(gap).standard_normal((tokens, 32 * latent)).astype(np.float32)
     with pytest.MonkeyPatch.context() as patch:
         in_pieces_of(patch, piece)
-        nbytes = (slot_bytes if kept else passing_bytes)(store.extents(0, 0))
-        memory, files = aligned(nbytes + 2 * PAGE), Files()
+        nbytes = (expert_slot_bytes if kept else streaming_slot_bytes)(store.extents(0, 0))
+        memory, files = page_buffer(nbytes + 2 * PAGE), Files()
         memory[:] = 0xEE
-        arriving = Arriving(files, store.extents(0, 0), memory[:nbytes])
+        arriving = StreamingExpert(files, store.extents(0, 0), memory[:nbytes])
         assert product(arriving, z).tobytes() == product(store.whole(0, 0), z).tobytes()
         assert (memory[nbytes:] == 0xEE).all(), "bytes behind the slot were written"
         if kept:
@@ -294,9 +299,9 @@ def test_whatever_arrives_fits_its_slot(tmp_path_factory, latent, width, piece, 
 def test_a_slot_that_is_too_small_is_refused(store, small):
     "By an error, before compiled code writes behind its end."
     extents = store.extents(0, 0)
-    Arriving(None, extents, np.zeros(small, np.uint8))
+    StreamingExpert(None, extents, np.zeros(small, np.uint8))
     with pytest.raises(ValueError, match=f"passes through a slot of {small} bytes, this one has {small - 1}"):
-        Arriving(None, extents, np.zeros(small - 1, np.uint8))
+        StreamingExpert(None, extents, np.zeros(small - 1, np.uint8))
     experts = make(store, 2, nbytes=PAGE)
     with pytest.raises(ValueError, match="passes through a slot"):
         consume(experts, store, 0, [1])
@@ -313,14 +318,14 @@ def test_a_file_that_ends_too_early(store, small, way, short, first, rows):
     with open(extent.file, "rb") as file, open(copy, "wb") as cut:
         cut.write(file.read()[:end - 1])
     extents = [x._replace(file=copy) if x == extent else x for x in store.extents(*last)]
-    for nbytes in (small, slot_bytes(extents)):
+    for nbytes in (small, expert_slot_bytes(extents)):
         files, out = Files(), np.full((3, SHAPES[short.removesuffix("_scale")][0]), 7, np.float32)
-        arriving = Arriving(files, extents, aligned(nbytes)[:nbytes])
+        arriving = StreamingExpert(files, extents, page_buffer(nbytes)[:nbytes])
         with pytest.raises(CheckpointError, match=rf"layer1.bin.cut: ends at byte {end - 1}, but bytes {begin} to {end} are needed"):
             product(arriving)
         name = short.removesuffix("_scale")
         with pytest.raises(CheckpointError):
-            arriving.multiply(name, halved(np.ones((3, 2 * SHAPES[name][1]), np.float32)), out)
+            arriving.multiply(name, deinterleaved(np.ones((3, 2 * SHAPES[name][1]), np.float32)), out)
         assert (out[:, :first] != 7).all() and (out[:, first:] == 7).all(), "rows before the piece that is missing, and no others"
         assert arriving.expert() is None
         files.close()
@@ -338,7 +343,7 @@ def test_fifty_runs_have_the_same_bytes(tmp_path, monkeypatch, passing):
     weights = np.random.default_rng(10).random((4, 5)).astype(np.float32)
     for run in range(50):
         rng, store = random.Random(run), stores[run % 2]
-        nbytes = passing_bytes(store.extents(0, 0)) if passing else None
+        nbytes = streaming_slot_bytes(store.extents(0, 0)) if passing else None
         experts = make(store, rng.choice([1, 2, 5, 8, 11, 40]), rng.choice([1, 2, 4]), Slow(run, 2e-4), Poisoned, nbytes)
         for _ in range(2):
             for L in range(LAYERS):
@@ -391,7 +396,7 @@ def test_a_layer_lets_any_reader_multiply_once_all_cores_are_to_be_used(store):
     experts.each = lambda work, threads: seen.append(threads)
     for threads in (1, CORES, CORES + 1):
         experts.layer(0).each(None, threads)
-    assert seen == [at_once(threads) for threads in (1, CORES, CORES + 1)]
+    assert seen == [max_concurrent_blocks(threads) for threads in (1, CORES, CORES + 1)]
     close(experts)
 
 
@@ -424,7 +429,7 @@ def test_hits_were_resident_before_the_request(store, threads):
 
 def test_what_was_kept_as_it_arrived_is_a_hit(store, small):
     experts, kinds = make(store, LAYERS * 4 + 3, kind=Late), []
-    for kind in (Arriving, Expert):
+    for kind in (StreamingExpert, Expert):
         experts.request(0, range(4))
         experts.each(lambda e, expert: kinds.append((type(expert), store.check(0, e, expert))), 2)
         assert [k for k, _ in kinds[-4:]] == [kind] * 4
@@ -453,7 +458,7 @@ def test_what_does_not_stay_passes_through_the_front_of_its_slot(store, small):
     experts, kept = make(store, LAYERS * 2 + 3, kind=Late), {}
     experts.request(0, range(6))
     experts.each(lambda e, expert: kept.update({e: (expert.kept, len(expert.slot))}), 1)
-    nbytes = slot_bytes(store.extents(0, 0))
+    nbytes = expert_slot_bytes(store.extents(0, 0))
     assert kept == {e: (True, nbytes) if e < 2 else (False, small) for e in range(6)}
     close(experts)
 
@@ -493,7 +498,7 @@ def test_what_is_in_use_keeps_its_slot(store, kept):
             store.check(0, e, expert)
             if lingers:
                 until(lambda: len(done) == len(ids) - 1)
-                whole = expert.expert() if isinstance(expert, Arriving) else expert
+                whole = expert.expert() if isinstance(expert, StreamingExpert) else expert
                 store.check_bytes(0, e, whole, " while others were fetched")
             done.append(e)
 
@@ -508,7 +513,7 @@ def test_what_was_multiplied_in_part_is_not_kept(store):
 
     def lazy(e, expert):
         for name in MATRICES[:e]:
-            expert.multiply(name, halved(np.ones((1, 2 * SHAPES[name][1]), np.float32)), np.empty((1, SHAPES[name][0]), np.float32))
+            expert.multiply(name, deinterleaved(np.ones((1, 2 * SHAPES[name][1]), np.float32)), np.empty((1, SHAPES[name][0]), np.float32))
 
     experts.request(0, range(4))
     experts.each(lazy, 2)
@@ -699,7 +704,7 @@ def test_an_error_is_raised_whatever_it_is(store):
         return store.extents(L, e)
 
     for ids in ([3], [1, 3], [1, 2, 3, 4, 5]):
-        experts = Experts(lost, Files(), 2, slot_bytes(store.extents(0, 0)), 2, range(LAYERS))
+        experts = Experts(lost, Files(), 2, expert_slot_bytes(store.extents(0, 0)), 2, range(LAYERS))
         for pause in (0, 0.02):
             with pytest.raises(KeyError, match="expert [345]"):
                 experts.request(0, ids)

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 import k3lib
-from k3lib.checkpoint import Checkpoint, CheckpointError, writing
+from k3lib.checkpoint import Checkpoint
+from k3lib.fileio import CheckpointError, writing
 from k3lib.cli import main
-from k3lib.trunk import Files, aligned, widened
+from k3lib.disk import Files, page_buffer, page_padded
 
 ROOT = Path(__file__).parents[1]
 ORACLE = ROOT / "fixtures" / "oracle13" / "model"
@@ -136,7 +137,7 @@ def test_a_shard_that_changed_after_its_header_was_read_is_not_opened(model, cha
         extent, files = checkpoint.extent(name), Files(checkpoint.identities)
         change(model / SHARD)
         with pytest.raises(CheckpointError, match=f"{SHARD}: was .* during the run"):
-            files.read(aligned(widened(extent.nbytes)), extent, 0, extent.nbytes, "trunk")
+            files.read(page_buffer(page_padded(extent.nbytes)), extent, 0, extent.nbytes, "trunk")
         files.close()
 
 

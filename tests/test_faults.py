@@ -4,7 +4,7 @@ from collections import Counter
 import faults
 import pytest
 
-from k3lib import checkpoint, cli, decode, model
+from k3lib import checkpoint, cli, fileio, header, matmul, tensors
 
 CASES = list(faults.cases())
 
@@ -25,17 +25,17 @@ def test_the_cases_are_many_and_the_same_again():
 
 def without_places(text, data_bytes, where):
     "parse_header that believes every place."
-    return [checkpoint._entry(where, name, e) for name, e in checkpoint.json_object(text, where).items() if name != "__metadata__"]
+    return [header._entry(where, name, e) for name, e in fileio.json_object(text, where).items() if name != "__metadata__"]
 
 
 @pytest.mark.parametrize("group, breaks, outcome", [
-    ("extents", [(checkpoint, "parse_header", without_places), (checkpoint, "quick_header", lambda *_: None)], None),
+    ("extents", [(header, "parse_header", without_places), (header, "quick_header", lambda *_: None)], None),
     ("index", [(checkpoint, "check_index", lambda checkpoint: None)], faults.SAME),
-    ("held tensors", [(decode, "check_tensors", lambda config, checkpoint: None)], faults.SAME),
+    ("held tensors", [(tensors, "check_tensors", lambda config, checkpoint: None)], faults.SAME),
     ("config values", [(cli, "_exit_code", lambda error: 1)], faults.REFUSED),
-    ("shard files", [(checkpoint.CheckpointError, "__str__", lambda error: "a file is damaged")], faults.REFUSED),
+    ("shard files", [(fileio.CheckpointError, "__str__", lambda error: "a file is damaged")], faults.REFUSED),
     ("payload bytes", [(cli, "_verify", lambda args: None)], faults.SAME),
-    ("numbers", [(model, "check_product", lambda *_: None)], None),
+    ("numbers", [(matmul, "check_product", lambda *_: None)], None),
 ])
 def test_a_check_that_is_gone_is_noticed(monkeypatch, group, breaks, outcome):
     for where, name, broken in breaks:

@@ -10,7 +10,8 @@ from safetensors.numpy import load_file
 
 from k3lib.checkpoint import Checkpoint
 from k3lib.kda import KDA_ORDER, kda_decay, kda_layer, kda_recurrent, kda_state, l2norm, short_conv, squash
-from k3lib.linear import Rows, rms_norm
+from k3lib.functions import rms_norm
+from k3lib.matmul import ResidentMatrix
 from k3lib.moe import dense_mlp
 from k3lib.residual import mix
 
@@ -132,7 +133,7 @@ WRONG_STEPS = {
 
 def layer64(W, x, heads, **swap):
     do = {**STEPS, **swap}
-    W = {name: (w.array if isinstance(w, Rows) else w).astype(np.float64) for name, w in W.items()}
+    W = {name: (w.array if isinstance(w, ResidentMatrix) else w).astype(np.float64) for name, w in W.items()}
     q, k, v = (do["conv"](x @ W[f"{n}_proj"].T, W[f"{n}_conv1d"]).reshape(len(x), heads, -1) for n in "qkv")
     alpha = np.exp(do["decay"]((x @ W["f_a_proj"].T @ W["f_b_proj"].T).reshape(q.shape), W["A_log"], W["dt_bias"]))
     S = np.zeros((heads, q.shape[2], q.shape[2]))
@@ -146,7 +147,7 @@ def some_layer(H, heads, d, kernel=4, rank=None, seed=0):
     P, rank = heads * d, rank or d
 
     def matrix(n, k):
-        return Rows((rng.standard_normal((n, k)) / np.sqrt(k)).astype(np.float32))
+        return ResidentMatrix((rng.standard_normal((n, k)) / np.sqrt(k)).astype(np.float32))
 
     W = {f"{n}_proj": matrix(P, H) for n in "qkvg"}
     W |= {f"{n}_conv1d": rng.standard_normal((P, 1, kernel)).astype(np.float32) for n in "qkv"}
@@ -393,7 +394,7 @@ def oracle():
     model = Checkpoint(FIXTURES / "oracle13/model")
     expected = load_file(FIXTURES / "oracle13/expected.safetensors")
     names = {n: LAYER + "self_attn." + n + ("" if n in ("A_log", "dt_bias") else ".weight") for n in KDA_ORDER}
-    W = {n: Rows(model.tensor(name)) if n.endswith("_proj") else model.tensor(name) for n, name in names.items()}
+    W = {n: ResidentMatrix(model.tensor(name)) if n.endswith("_proj") else model.tensor(name) for n, name in names.items()}
     embedding = model.tensor("language_model.model.embed_tokens.weight")[expected["prompt_ids"]]
     x = rms_norm(embedding, model.tensor(LAYER + "input_layernorm.weight"), EPS)
 
@@ -401,7 +402,7 @@ def oracle():
         "The hidden state layer 0 hands on if its attention said y: mix, then the MLP on top of y."
         y, h = y.astype(np.float32), np.empty_like(embedding)
         mix(np.stack([embedding, y]), 2, model.tensor(LAYER + "mlp_res_norm.weight"), model.tensor(LAYER + "mlp_res_proj.weight")[0], EPS, h)
-        mlp = {n: Rows(model.tensor(f"{LAYER}mlp.{n}.weight")) for n in ("gate_proj", "up_proj", "down_proj")}
+        mlp = {n: ResidentMatrix(model.tensor(f"{LAYER}mlp.{n}.weight")) for n in ("gate_proj", "up_proj", "down_proj")}
         return y + dense_mlp(mlp, rms_norm(h, model.tensor(LAYER + "post_attention_layernorm.weight"), EPS), 4.0, 25.0)
 
     return W, x, after_layer0, expected["hidden_after_layer"][0]

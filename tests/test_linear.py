@@ -20,7 +20,8 @@ from numba import njit
 from numba.core.registry import cpu_target
 from safetensors.numpy import load_file
 
-from k3lib.linear import Rows, bf16_to_float32, dot, exp, linear, rms_norm, sigmoid, tanh
+from k3lib.functions import exp, rms_norm, sigmoid, tanh
+from k3lib.matmul import ResidentMatrix, bf16_to_float32, dot, linear
 
 ROOT = Path(__file__).parents[1]
 TOLERANCE = 1e-5  # relative to the largest output: fixtures/ops/README.md, over ten times float32 against float64
@@ -115,15 +116,15 @@ def test_linear_has_the_bits_of_the_twin(n, k):
     W, x = bf16((n, k)), numbers((9, k), 1)
     expected = twin(bf16_to_float32(W)[None], x[:, None])
     for T in range(1, 10):
-        assert linear(Rows(W), x[:T]).tobytes() == expected[:T].tobytes()
-        assert linear(Rows(bf16_to_float32(W)), x[:T]).tobytes() == expected[:T].tobytes()
+        assert linear(ResidentMatrix(W), x[:T]).tobytes() == expected[:T].tobytes()
+        assert linear(ResidentMatrix(bf16_to_float32(W)), x[:T]).tobytes() == expected[:T].tobytes()
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(0, 2**32), st.data())
 def test_no_cut_of_rows_or_tokens_moves_a_bit(n, k, tokens, sizes, seed, data):
     W, x = bf16((n, k), seed), numbers((tokens, k), seed + 1)
-    whole = linear(Rows(W), x)
+    whole = linear(ResidentMatrix(W), x)
     token = data.draw(st.integers(0, tokens - 1))
     assert linear(Cut(W, sizes), x[token:]).tobytes() == whole[token:].tobytes()
 
@@ -136,26 +137,26 @@ def test_nothing_behind_a_row_is_read(n, tokens):
     memory[:n * 21] = bf16(n * 21)
     x = np.full((tokens, 40), np.nan, np.float32)
     x[:, :21] = numbers((tokens, 21))
-    assert np.isfinite(linear(Rows(memory[:n * 21].reshape(n, 21)), x[:, :21])).all()
+    assert np.isfinite(linear(ResidentMatrix(memory[:n * 21].reshape(n, 21)), x[:, :21])).all()
     assert np.isfinite(dot(x.reshape(-1)[:21], x.reshape(-1)[:21]))
 
 
 def test_linear_fills_and_returns_out():
     W, x, out = bf16((6, 10)), numbers((2, 10)), np.full((2, 6), np.nan, np.float32)
-    assert linear(Rows(W), x, out) is out
-    assert out.tobytes() == linear(Rows(W), x).tobytes()
+    assert linear(ResidentMatrix(W), x, out) is out
+    assert out.tobytes() == linear(ResidentMatrix(W), x).tobytes()
 
 
 def test_linear_refuses_another_width():
     for x in (numbers((2, 9)), numbers(10)):
         with pytest.raises(ValueError, match=r"linear: x has shape .*, W \(6, 10\)"):
-            linear(Rows(bf16((6, 10))), x)
+            linear(ResidentMatrix(bf16((6, 10))), x)
 
 
 def test_rows_is_one_block():
     array = bf16((6, 10))
-    (first, block), = Rows(array).blocks(multiple=4)
-    assert first == 0 and block is array and Rows(array).shape == (6, 10)
+    (first, block), = ResidentMatrix(array).blocks(multiple=4)
+    assert first == 0 and block is array and ResidentMatrix(array).shape == (6, 10)
 
 
 # RMSNorm
@@ -387,7 +388,7 @@ def test_subnormals_are_kept():
 
 
 def test_what_does_not_fit_is_refused_before_memory_is_touched():
-    x, W, weight = np.ones((2, 40), np.float32), Rows(np.ones((70, 40), np.float32)), np.ones(40, np.float32)
+    x, W, weight = np.ones((2, 40), np.float32), ResidentMatrix(np.ones((70, 40), np.float32)), np.ones(40, np.float32)
     for out in (np.zeros((1, 1), np.float32), np.zeros((2, 70)), np.zeros((2, 71), np.float32)):
         with pytest.raises(ValueError, match=r"linear: out is .*, expected float32 \(2, 70\)"):
             linear(W, x, out)

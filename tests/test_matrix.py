@@ -8,7 +8,7 @@ import matrix
 import pytest
 
 import k3lib
-from k3lib import decode
+from k3lib import engine, parallel, plan
 
 MODEL = Path(__file__).parents[1] / "fixtures" / "oracle13" / "model"
 
@@ -16,7 +16,7 @@ MODEL = Path(__file__).parents[1] / "fixtures" / "oracle13" / "model"
 def floor(extra):
     "A budget `extra` bytes above the smallest one there is at that moment."
     def ram():
-        with pytest.raises(decode.PlanError) as refused:
+        with pytest.raises(plan.PlanError) as refused:
             k3lib.load(MODEL, 1, context=32)
         return refused.value.least + extra
     return ram
@@ -25,7 +25,7 @@ def floor(extra):
 @pytest.fixture(scope="module")
 def trunk(tmp_path_factory):
     folder = tmp_path_factory.mktemp("matrix") / "trunk"
-    decode.pack_trunk(MODEL, folder)
+    engine.pack_trunk(MODEL, folder)
     return folder
 
 
@@ -35,7 +35,7 @@ def reference():
 
 
 def test_one_answer(trunk, reference):
-    rows = list(matrix.answers(MODEL, [floor(1_000_000), "1GB"], sorted({1, decode.CORES}), [None, trunk], matrix.CACHES, [1, 4, 6], 2))
-    assert len(rows) == 2 * len({1, decode.CORES}) * 2 * len(matrix.CACHES) * 3
+    rows = list(matrix.answers(MODEL, [floor(1_000_000), "1GB"], sorted({1, parallel.CORES}), [None, trunk], matrix.CACHES, [1, 4, 6], 2))
+    assert len(rows) == 2 * len({1, parallel.CORES}) * 2 * len(matrix.CACHES) * 3
     others = [row for row in rows if row[-1] != reference]
     assert not others, f"{len(others)} of {len(rows)} differ, the first is {others[0]}"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numba import njit
 from safetensors.numpy import load_file
 
-from k3lib.linear import NotFinite, Rows, bf16_to_float32
+from k3lib.matmul import NotFinite, ResidentMatrix, bf16_to_float32
 from k3lib.mla import MLA_ORDER, _softmax_tile, attend, mla_layer
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -91,7 +91,7 @@ def rotated(a):
                            a[..., :half] * np.sin(angle) + a[..., half:] * np.cos(angle)], -1)
 
 
-class Blocks(Rows):
+class Blocks(ResidentMatrix):
     "A matrix in blocks of so many heads, as a ring would deliver it; remembers what was asked."
 
     def __init__(self, array, heads):
@@ -126,7 +126,7 @@ def bf16(a):
 
 
 def weights(**changed):
-    return {n: Rows(w) if w.ndim == 2 else w for n, w in ({n: F[n] for n in MLA_ORDER} | changed).items()}
+    return {n: ResidentMatrix(w) if w.ndim == 2 else w for n, w in ({n: F[n] for n in MLA_ORDER} | changed).items()}
 
 
 def run(cuts, W=None, **changes):
@@ -145,8 +145,8 @@ def test_two_positions_by_hand():
     kv_b = np.array([[1, 0], [0, 1], [1, 1], [4, 0], [0, 8]], np.float32)
     cache = np.array([[1, 0, 0], [0, 1, 1]], np.float32)
     q = np.array([[[2, 0, 1, 2 - 2 * np.log(3)]]], np.float32)
-    close("position 0", attend(Rows(kv_b), q, cache, 0, 2), [[4, 0]], 1e-6)
-    close("position 1", attend(Rows(kv_b), q, cache, 1, 2), [[3, 2]], 1e-6)
+    close("position 0", attend(ResidentMatrix(kv_b), q, cache, 0, 2), [[4, 0]], 1e-6)
+    close("position 1", attend(ResidentMatrix(kv_b), q, cache, 1, 2), [[3, 2]], 1e-6)
 
 
 @njit
@@ -221,14 +221,14 @@ def test_any_shape_against_float64(shape, dtype):
     if dtype == "bf16":
         kv_b = bf16(kv_b)
     exact = bf16_to_float32(kv_b) if dtype == "bf16" else kv_b
-    close(dtype, attend(Rows(kv_b), q, cache, shape[6], shape[3]), attend64(exact, q, cache, shape[6], shape[3]))
+    close(dtype, attend(ResidentMatrix(kv_b), q, cache, shape[6], shape[3]), attend64(exact, q, cache, shape[6], shape[3]))
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 20), st.integers(0, 20), st.integers(1, 20), st.integers(1, 70), st.integers(1, 20), st.integers(0, 150))
 def test_shapes_nobody_thought_of(heads, nope, rope, v, latent, T, pos):
     kv_b, q, cache = case(heads, nope, rope, v, latent, T, pos, seed=heads + T)
-    whole = attend(Rows(kv_b), q, cache, pos, v)
+    whole = attend(ResidentMatrix(kv_b), q, cache, pos, v)
     expected = attend64(kv_b, q, cache, pos, v)
     mixed = cache[:, :latent] @ kv_b.reshape(heads, nope + v, latent)[:, nope:].reshape(-1, latent).T
     cancelled = np.abs(mixed).max() / np.abs(expected).max()  # the error of a sum is that of its terms
@@ -240,14 +240,14 @@ def test_shapes_nobody_thought_of(heads, nope, rope, v, latent, T, pos):
 def test_hot_scores_stay_finite():
     "Scores near a thousand: e^s alone would overflow at 88. A float32 score of 1000 is off by 6e-5, and so is its e^s: 1e-3 is allowed."
     kv_b, q, cache = case(3, 16, 8, 6, 48, 20, 300, hot=300)
-    close("hot", attend(Rows(kv_b), q, cache, 300, 6), attend64(kv_b, q, cache, 300, 6), 1e-3)
+    close("hot", attend(ResidentMatrix(kv_b), q, cache, 300, 6), attend64(kv_b, q, cache, 300, 6), 1e-3)
 
 
 def test_scores_far_below_zero():
     "All of them near -1000: the maximum begins at -infinity, not at 0."
     kv_b, q, cache = case(3, 1, 1, 6, 48, 3, 70)
     q[..., 0], q[..., 1], cache[:, -1] = 0, -1500, 1 + np.abs(cache[:, -1]) / 1000
-    close("cold", attend(Rows(kv_b), q, cache, 70, 6), attend64(kv_b, q, cache, 70, 6), 1e-3)
+    close("cold", attend(ResidentMatrix(kv_b), q, cache, 70, 6), attend64(kv_b, q, cache, 70, 6), 1e-3)
 
 
 # One set of bits
@@ -264,8 +264,8 @@ def test_any_cut_of_the_layer(cuts):
 def test_chunks_across_tiles(T):
     "150 tokens from position 0: tiles begin at 0, 64, 128, whatever the chunk."
     kv_b, q, cache = case(3, 12, 4, 10, 40, 150, 0)
-    whole = attend(Rows(kv_b), q, cache, 0, 10)
-    parts = [attend(Rows(kv_b), q[t:t + T], cache, t, 10) for t in range(0, 150, T)]
+    whole = attend(ResidentMatrix(kv_b), q, cache, 0, 10)
+    parts = [attend(ResidentMatrix(kv_b), q[t:t + T], cache, t, 10) for t in range(0, 150, T)]
     same(f"chunks of {T}", np.concatenate(parts), whole)
 
 
@@ -274,10 +274,10 @@ def test_blocks_of_heads(heads):
     kv_b, q, cache = case(40, 12, 4, 10, 40, 3, 70)
     kv_b = bf16(kv_b)
     matrix = Blocks(kv_b, heads)
-    same(f"{heads} heads a block", attend(matrix, q, cache, 70, 10), attend(Rows(kv_b), q, cache, 70, 10))
+    same(f"{heads} heads a block", attend(matrix, q, cache, 70, 10), attend(ResidentMatrix(kv_b), q, cache, 70, 10))
     assert matrix.asked == [22], "kv_b_proj goes by once, in whole heads of 12 + 10 rows"
     by_readers = Readers(kv_b, heads)
-    same(f"{heads} heads a block, by readers", attend(by_readers, q, cache, 70, 10), attend(Rows(kv_b), q, cache, 70, 10))
+    same(f"{heads} heads a block, by readers", attend(by_readers, q, cache, 70, 10), attend(ResidentMatrix(kv_b), q, cache, 70, 10))
     assert by_readers.asked == [22]
 
 
@@ -286,10 +286,10 @@ def test_blocks_of_heads(heads):
 def test_threads(heads, all_threads):
     "Two threads take 12 heads as 8 and 4, one takes them at once; 40 are always cut by sixteens."
     kv_b, q, cache = case(heads, 12, 4, 10, 40, 5, 70)
-    two = attend(Rows(kv_b), q, cache, 70, 10)
+    two = attend(ResidentMatrix(kv_b), q, cache, 70, 10)
     numba.set_num_threads(1)
     try:
-        same("one thread and more", attend(Rows(kv_b), q, cache, 70, 10), two)
+        same("one thread and more", attend(ResidentMatrix(kv_b), q, cache, 70, 10), two)
     finally:
         numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
 
@@ -304,7 +304,7 @@ print(digest())
 
 def digest():
     kv_b, q, cache = case(5, 24, 8, 20, 72, 5, 150)
-    return hashlib.sha256(attend(Rows(bf16(kv_b)), q, cache, 150, 20).tobytes()).hexdigest()
+    return hashlib.sha256(attend(ResidentMatrix(bf16(kv_b)), q, cache, 150, 20).tobytes()).hexdigest()
 
 
 def test_a_baseline_cpu():
@@ -319,11 +319,11 @@ def test_a_baseline_cpu():
 def test_the_future_is_not_read():
     "Rows after a token, and rows no token has reached, may hold anything."
     kv_b, q, cache = case(5, 12, 4, 10, 40, 6, 66)
-    whole = attend(Rows(kv_b), q, cache, 66, 10)
+    whole = attend(ResidentMatrix(kv_b), q, cache, 66, 10)
     for t in range(6):
         spoiled = np.concatenate([cache, cache])
         spoiled[66 + t + 1:] = np.nan
-        same(f"token {t}", attend(Rows(kv_b), q[t:t + 1], spoiled, 66 + t, 10), whole[t:t + 1])
+        same(f"token {t}", attend(ResidentMatrix(kv_b), q[t:t + 1], spoiled, 66 + t, 10), whole[t:t + 1])
 
 
 def test_only_its_own_cache_rows_are_written():
@@ -341,12 +341,12 @@ def test_a_nan_is_not_swallowed():
     kv_b, q, cache = case(5, 12, 4, 10, 40, 6, 66)
     q[2, 3, 5] = np.nan
     with pytest.raises(NotFinite, match="output row 30 is nan for token 2") as caught:
-        attend(Rows(kv_b), q, cache, 66, 10)
+        attend(ResidentMatrix(kv_b), q, cache, 66, 10)
     assert caught.value.rows == (3 * 22, 4 * 22)
     q[2, 3, 5] = 0
     cache[69, -1] = np.nan  # an extra dim: in the score, not in the context
     with pytest.raises(NotFinite, match="output row 0 is nan for token 3"):
-        attend(Rows(kv_b), q, cache, 66, 10)
+        attend(ResidentMatrix(kv_b), q, cache, 66, 10)
 
 
 def test_every_weight_is_taken_once_and_in_order():
@@ -367,9 +367,9 @@ def test_scratch_does_not_grow_with_context_or_chunk():
     peaks = []
     for T, pos in ((8, 100), (8, 2000), (64, 2000)):
         kv_b, q, cache = case(8, 8, 8, 8, 32, T, pos)
-        attend(Rows(kv_b), q, cache, pos, 8)
+        attend(ResidentMatrix(kv_b), q, cache, pos, 8)
         tracemalloc.start()
-        attend(Rows(kv_b), q, cache, pos, 8)
+        attend(ResidentMatrix(kv_b), q, cache, pos, 8)
         peaks.append(tracemalloc.get_traced_memory()[1] - T * 8 * 8 * 4)  # the result itself
         tracemalloc.stop()
     assert max(peaks) < 200_000 and max(peaks) - min(peaks) < 20_000, f"peaks {peaks} bytes"
@@ -386,12 +386,12 @@ def test_a_full_cache_is_refused():
 def test_shapes_that_do_not_fit_are_refused(change):
     rows, width, heads = change.get("rows", 22), change.get("width", 20), change.get("heads", 3)
     with pytest.raises(ValueError, match="do not fit"):
-        attend(Rows(np.zeros((3 * rows, 16), np.float32)), np.zeros((1, heads, 16), np.float32), np.zeros((2, width), np.float32),
+        attend(ResidentMatrix(np.zeros((3 * rows, 16), np.float32)), np.zeros((1, heads, 16), np.float32), np.zeros((2, width), np.float32),
                change.get("pos", 1), change.get("v", 10))
 
 
 def test_half_a_head_is_refused():
-    class Torn(Rows):
+    class Torn(ResidentMatrix):
         def blocks(self, multiple=1):
             yield 0, self.array[:30]
             yield 30, self.array[30:]

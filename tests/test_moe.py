@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from k3lib import moe
-from k3lib.linear import NotFinite, Rows
-from k3lib.moe import DENSE_ORDER, MOE_ORDER, Expert, dense_mlp, expert_mlp, moe_layer, routed_sum, situ_glu
+from k3lib import router
+from k3lib.matmul import NotFinite, ResidentMatrix
+from k3lib.moe import DENSE_ORDER, Expert, MOE_ORDER, dense_mlp, expert_mlp, moe_layer, routed_sum, situ_glu
 from k3lib.mxfp4 import decode
 from k3lib.router import route
 
@@ -64,7 +64,7 @@ class Source:
             work(int(e), self.experts[int(e)])
 
 
-def fixture_weights(matrix=Rows):
+def fixture_weights(matrix=ResidentMatrix):
     W = {n: LAYER[n] for n in MOE_ORDER[:3] + MOE_ORDER[6:]}
     W |= {f"shared_experts.{n}": LAYER[f"shared_{n}"] for n in DENSE_ORDER}
     return {n: matrix(a) if a.ndim == 2 else a for n, a in W.items()}
@@ -103,7 +103,7 @@ def random_layer(H=40, L=64, I=96, E=12, shared=50, T=11):
     return arrays, [random_expert(rng, L, I) for _ in range(E)], rng.normal(size=(T, H)).astype(np.float32)
 
 
-def run(arrays, source, x, matrix=Rows, **more):
+def run(arrays, source, x, matrix=ResidentMatrix, **more):
     W = {n: matrix(a) if a.ndim == 2 else a for n, a in arrays.items()}
     return moe_layer(W, source, x, 4, 1.5, 4.0, 25.0, 1e-5, **more)
 
@@ -146,7 +146,7 @@ def test_situ_refuses_what_does_not_fit():
 
 def test_dense_mlp():
     events = []
-    W = Once({n: Rows(LAYER[f"shared_{n}"]) for n in DENSE_ORDER}, events)
+    W = Once({n: ResidentMatrix(LAYER[f"shared_{n}"]) for n in DENSE_ORDER}, events)
     gate, up, down = (LAYER[f"shared_{n}"].astype(np.float64) for n in DENSE_ORDER)
     x = np.random.default_rng(2).normal(size=(6, 48)).astype(np.float32)
     close("dense", dense_mlp(W, x, 4.0, 25.0), situ64(x @ gate.T, x @ up.T) @ down.T)
@@ -230,7 +230,7 @@ def test_everything_is_taken_once_and_experts_are_asked_for_early():
     arrays, experts, x = random_layer()
     events, routed = [], []
     source = Source(experts, events=events)
-    W = Once({n: Rows(a) if a.ndim == 2 else a for n, a in arrays.items()}, events)
+    W = Once({n: ResidentMatrix(a) if a.ndim == 2 else a for n, a in arrays.items()}, events)
     moe_layer(W, source, x, 4, 1.5, 4.0, 25.0, 1e-5, on_route=lambda ids, weights: routed.append(ids))
     assert events == [*MOE_ORDER[:2], "request", *MOE_ORDER[2:]]
     assert source.ids == sorted(set(routed[0].ravel().tolist())) and all(type(e) is int for e in source.ids)
@@ -346,5 +346,5 @@ def test_the_fixture_rejects_a_wrong_input(name):
 
 def test_only_the_quiet_case_sees_a_common_factor(monkeypatch):
     "The norm on the aggregate cancels it, up to eps: the plain case passes what the quiet one rejects."
-    monkeypatch.setattr(moe, "route", with_weights(lambda s, b, scale: s))
+    monkeypatch.setattr(router, "route", with_weights(lambda s, b, scale: s))
     close("y", fixture_layer("plain"), LAYER["y"])

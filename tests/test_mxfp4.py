@@ -23,8 +23,11 @@ from numba import njit
 from numba.core.registry import cpu_target
 from safetensors.numpy import load_file
 
-from k3lib import mxfp4
-from k3lib.mxfp4 import E2M1, HALF_SCALE, SCALE, TWICE_E2M1, aligned, decode, draw_run, finish, mxfp4_matmul, spread, threads_for
+from k3lib import mxfp4, parallel
+from k3lib.matmul import line_aligned, mxfp4_matmul
+from k3lib.mxfp4 import E2M1, SCALE, decode
+from k3lib.parallel import chunk_done, next_chunk, parallel_for, threads_for
+from k3lib.simd import HALF_SCALE, TWICE_E2M1
 
 ROOT = Path(__file__).parents[1]
 TOLERANCE = 1e-5  # relative to the largest output: fixtures/ops/README.md, ten times float32 against float64
@@ -166,7 +169,7 @@ def test_returns_the_array_it_filled():
 
 def test_aligned():
     for shape in ((1,), (3, 5), (2, 7, 2, 16)):
-        a = aligned(shape)
+        a = line_aligned(shape)
         assert a.shape == shape and a.dtype == np.float32 and a.ctypes.data % 64 == 0 and not a.any() and a.flags.c_contiguous
 
 
@@ -270,30 +273,30 @@ WRITTEN_DOWN = """
 def record(parts, by, drawn):
     "by[i] += 1 for each part i that this thread draws."
     while True:
-        begin, end = draw_run(drawn, parts)
+        begin, end = next_chunk(drawn, parts)
         if begin >= parts:
             return
         for part in range(begin, end):
             by[part] += 1
-        finish(drawn, begin, end)
+        chunk_done(drawn, begin, end)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_each_part_is_drawn_once(threads):
     by = np.zeros(100_000, np.int64)
     for n in range(1, 20):
-        spread(threads, len(by), record, by)
+        parallel_for(threads, len(by), record, by)
         assert (by == n).all()
 
 
 @njit
 def next_run(drawn, n):
-    return draw_run(drawn, n)
+    return next_chunk(drawn, n)
 
 
 @njit
 def count(drawn, begin, end):
-    finish(drawn, begin, end)
+    chunk_done(drawn, begin, end)
 
 
 def in_turn(steps):
@@ -323,7 +326,7 @@ def test_a_failure_of_any_thread_is_raised_and_ends_the_others():
 
         kernel, drawn_by = in_turn(step)
         with pytest.raises(ArithmeticError, match="mine" if mine else "a helper's"):
-            spread(2, 1000, kernel)
+            parallel_for(2, 1000, kernel)
         done = {thread: len(parts) for thread, parts in drawn_by.items()}
         if mine:
             assert sum(done.values()) < 200, "the others went on"
@@ -344,31 +347,31 @@ def test_a_helper_that_fails_at_once_is_heard():
             count(drawn, *run)
 
     with pytest.raises(ArithmeticError, match="a helper's"):
-        spread(2, 100, kernel)
+        parallel_for(2, 100, kernel)
 
 
 @njit(nogil=True)
 def slow(n, out, drawn):
     while True:
-        begin, end = draw_run(drawn, n)
+        begin, end = next_chunk(drawn, n)
         if begin >= n:
             return
         for i in range(begin, end):
             for _ in range(20_000):
                 out[i] = out[i] * 0.9999 + 1
-        finish(drawn, begin, end)
+        chunk_done(drawn, begin, end)
 
 
 @pytest.mark.parametrize("new_helpers", [False, True])
 def test_an_interrupt_at_any_line_leaves_nobody_at_work(new_helpers):
     "Ctrl-C comes between any two lines, also where a helper is started; afterwards nothing is written and helpers still come."
     ours = {module.__file__ for module in (mxfp4, threading)}
-    spread(2, 8, slow, np.zeros(8))  # is compiled
+    parallel_for(2, 8, slow, np.zeros(8))  # is compiled
     line = interrupted = 0
     while True:
         out, lines = np.zeros(200), 0
         if new_helpers:
-            mxfp4._have_helpers()
+            parallel._forget_helpers()
 
         def trace(frame, event, _):
             nonlocal lines
@@ -382,7 +385,7 @@ def test_an_interrupt_at_any_line_leaves_nobody_at_work(new_helpers):
 
         sys.settrace(trace)
         try:
-            spread(2, len(out), slow, out)
+            parallel_for(2, len(out), slow, out)
         except KeyboardInterrupt:
             interrupted += 1
         finally:
@@ -395,7 +398,7 @@ def test_an_interrupt_at_any_line_leaves_nobody_at_work(new_helpers):
         line += 1
     assert interrupted > 10
     kernel, drawn_by = in_turn(lambda part: time.sleep(0.0001))
-    spread(2, 1000, kernel)
+    parallel_for(2, 1000, kernel)
     assert len(drawn_by) == 2, "no helper comes any more"
 
 
@@ -403,7 +406,7 @@ def test_many_callers_at_once():
     def call(threads):
         by = np.zeros(5000, np.int64)
         for n in range(1, 30):
-            spread(threads, len(by), record, by)
+            parallel_for(threads, len(by), record, by)
             assert (by == n).all()
         return True
 
@@ -432,19 +435,19 @@ threading.Thread(target=late).start()
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_forked_child_has_helpers_of_its_own():
     kernel, drawn_by = in_turn(lambda part: time.sleep(0.0001))
-    spread(2, 1000, kernel)
+    parallel_for(2, 1000, kernel)
     assert len(drawn_by) == 2
     child = os.fork()
     if child == 0:
         drawn_by.clear()
-        spread(2, 1000, kernel)
+        parallel_for(2, 1000, kernel)
         os._exit(0 if len(drawn_by) == 2 and sum(map(len, drawn_by.values())) == 1000 else 1)
     assert os.waitpid(child, 0)[1] == 0
 
 
 def test_small_work_stays_with_the_caller(monkeypatch):
     monkeypatch.setattr(numba, "get_num_threads", lambda: 7)
-    assert threads_for(mxfp4.WORTH) == 7 and threads_for(mxfp4.WORTH - 1) == 1
+    assert threads_for(parallel.MIN_PARALLEL_MACS) == 7 and threads_for(parallel.MIN_PARALLEL_MACS - 1) == 1
 
 
 def targets():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from k3lib.checkpoint import Checkpoint
-from k3lib.linear import NotFinite
+from k3lib.matmul import NotFinite
 from k3lib.residual import depth_weights, mix
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from k3lib.linear import sigmoid
+from k3lib.functions import sigmoid
 from k3lib.router import route
 
 FIXTURE = load_file(Path(__file__).parents[1] / "fixtures" / "ops" / "router.safetensors")

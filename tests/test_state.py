@@ -11,11 +11,12 @@ from safetensors import safe_open
 from small import write
 
 import k3lib
-from k3lib import checkpoint as checkpoint_module
-from k3lib import decode
-from k3lib import model as model_module
-from k3lib.checkpoint import CheckpointError
-from k3lib.model import ABOUT, StateError, UsageError
+from k3lib import checkpoint
+from k3lib import engine, plan
+from k3lib import kda, model
+from k3lib.fileio import CheckpointError
+from k3lib.fileio import UsageError
+from k3lib.model import ABOUT, StateError
 
 MODEL = Path(__file__).parents[1] / "fixtures" / "oracle13" / "model"
 IDS, MORE = [304, 206, 32, 407, 493], [375, 224, 286]
@@ -44,13 +45,13 @@ def saved(model, tmp_path_factory):
 
 
 def least():
-    with pytest.raises(decode.PlanError) as refused:
+    with pytest.raises(plan.PlanError) as refused:
         k3lib.load(MODEL, 1, context=8)
     return refused.value.least
 
 
 def test_a_resumed_run_at_another_budget_context_and_number_of_threads(model, saved, tmp_path, steady):
-    decode.pack_trunk(MODEL, tmp_path / "trunk")
+    engine.pack_trunk(MODEL, tmp_path / "trunk")
     for how in ({"ram": least() + 1_000_000, "context": 8, "threads": 1}, {"ram": "1GB", "context": 64, "trunk": tmp_path / "trunk"}):
         other = k3lib.load(MODEL, **how)
         other.prefill([1, 2, 3])
@@ -170,7 +171,7 @@ def test_a_file_that_changes_while_it_is_read_leaves_no_half_state(model, saved,
     changing = tmp_path / "s"
     changing.write_bytes(saved[0].read_bytes())
     model.load_state(saved[0])
-    check, times = model_module.Model._check_state, []
+    check, times = model.Model._check_state, []
 
     def and_then_change(self, source, path):
         position = check(self, source, path)
@@ -181,7 +182,7 @@ def test_a_file_that_changes_while_it_is_read_leaves_no_half_state(model, saved,
                 file.write(b"\xff\xff")
         return position
 
-    monkeypatch.setattr(model_module.Model, "_check_state", and_then_change)
+    monkeypatch.setattr(model.Model, "_check_state", and_then_change)
     with pytest.raises(StateError, match="sha256"):
         model.load_state(changing)
     with pytest.raises(RuntimeError, match="reset"):
@@ -263,7 +264,7 @@ def test_two_models_in_two_threads_share_nothing(saved):
 
 def test_a_damaged_vector_ends_the_readers_too(monkeypatch, steady):
     before = threading.active_count()
-    monkeypatch.setattr(model_module, "kda_state", lambda *_: 1 / 0)
+    monkeypatch.setattr(kda, "kda_state", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         k3lib.load(MODEL, least() + 1_000_000, context=8)
     assert threading.active_count() == before

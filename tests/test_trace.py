@@ -11,9 +11,11 @@ from test_experts import Store, consume
 
 import k3lib
 from k3lib.cli import main
-from k3lib.experts import (SIZES, VISITS, Experts, Scored, Share, Shares, TraceError, decayed_uses, hit_rates, last_use, next_use, packed_trace,
-                           policies, read_trace, replay, replay_text, reuse, slot_bytes, steps_of, uses_in, working_set)
-from k3lib.trunk import Files
+from k3lib.cache_policy import AgingCache, CAPACITIES, HISTORY_BITS, LayerCaches, ScoredCache, decayed_uses, hit_rates, last_use, next_use, policies, replay, replay_text, reuse, uses_in, working_set
+from k3lib.experts import Experts
+from k3lib.layout import expert_slot_bytes
+from k3lib.trace import TraceError, packed_trace, read_trace, steps_of
+from k3lib.disk import Files
 
 LAYERS, EXPERTS = (2, 3, 7), 6
 requests = st.sets(st.integers(0, EXPERTS - 1), min_size=1).map(sorted)
@@ -26,7 +28,7 @@ def caches(steps, capacity):
 
 
 def kept(cache):
-    if isinstance(cache, Shares):
+    if isinstance(cache, LayerCaches):
         return {(layer, e) for layer in LAYERS for e in cache[layer].kept}
     return set(cache._kept)
 
@@ -67,7 +69,7 @@ def best_possible(steps, capacity, first):
                 min_size=1, max_size=5), st.integers(1, 3))
 def test_the_clairvoyant_bound_is_the_best_of_all_choices(steps, capacity):
     first = len(steps) // 2
-    assert replay(Scored(capacity, next_use(steps, first)), steps, first)[0] == best_possible(steps, capacity, first)
+    assert replay(ScoredCache(capacity, next_use(steps, first)), steps, first)[0] == best_possible(steps, capacity, first)
 
 
 @settings(max_examples=60, deadline=None)
@@ -81,7 +83,7 @@ def test_nobody_beats_the_clairvoyant(steps, capacity):
 @settings(max_examples=60, deadline=None)
 @given(traces, capacities)
 def test_lru_is_the_one_everybody_knows(steps, capacity):
-    cache, naive = Scored(capacity, last_use), OrderedDict()
+    cache, naive = ScoredCache(capacity, last_use), OrderedDict()
     for layer, ids in itertools.chain(*steps):
         hits = {e for e in ids if (layer, e) in naive}
         for e in ids:
@@ -109,13 +111,13 @@ def test_decayed_uses_are_a_sum(steps, half):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(requests, min_size=1, max_size=3 * VISITS), st.integers(0, EXPERTS))
+@given(st.lists(requests, min_size=1, max_size=3 * HISTORY_BITS), st.integers(0, EXPERTS))
 def test_a_share_keeps_the_newest_visits(visits, capacity):
     "Against the list of all visits: newest first decides, then who was there; a use longer ago than VISITS is forgotten."
-    share, before = Share(capacity), set()
+    share, before = AgingCache(capacity), set()
     for n, ids in enumerate(visits):
         share.request(ids)
-        past = [set(v) for v in visits[n::-1]][:VISITS]
+        past = [set(v) for v in visits[n::-1]][:HISTORY_BITS]
         ranked = sorted(before.union(ids), key=lambda e: ([e in v for v in past], e in before, -e), reverse=True)
         assert sorted(share.kept) == sorted(ranked[:capacity])
         before = set(share.kept)
@@ -125,15 +127,15 @@ def test_a_share_keeps_the_newest_visits(visits, capacity):
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 500), min_size=1, max_size=30, unique=True), st.integers(0, 2000))
 def test_shares_are_equal_and_add_up(layers, capacity):
-    sizes = [Shares(layers, capacity)[layer].capacity for layer in layers]
+    sizes = [LayerCaches(layers, capacity)[layer].capacity for layer in layers]
     assert sum(sizes) == capacity and max(sizes) - min(sizes) <= 1
 
 
 def test_what_a_pin_knows():
     "One expert of room. The first half asks for 0 most, the second for 1."
     steps = [[(1, [0]), (2, [5])], [(1, [0, 1]), (2, [4])], [(1, [1]), (2, [3])], [(1, [1]), (2, [2])]]
-    assert replay(Scored(1, uses_in(steps[:2])), steps, 2) == (0, 4)
-    assert replay(Scored(1, uses_in(steps[2:])), steps, 2) == (2, 4)
+    assert replay(ScoredCache(1, uses_in(steps[:2])), steps, 2) == (0, 4)
+    assert replay(ScoredCache(1, uses_in(steps[2:])), steps, 2) == (2, 4)
     rates = hit_rates(steps, [0.5])  # the working set is two experts
     assert rates["honest pin"] == [0] and rates["hindsight pin"] == [0.5] == rates["clairvoyant"]
 
@@ -165,9 +167,9 @@ def test_the_running_cache_has_the_hits_of_the_replay(tmp_path, slots):
     "The same trace and the same capacity, whatever the readers do: every hit, layer by layer, and no others."
     store, readers = Store(tmp_path), 3
     steps = [[(layer, ids) for layer, ids in step] for step in recurring(0.5, 8, layers=3, k=5, experts=12)]
-    experts = Experts(store.extents, Files(), slots, slot_bytes(store.extents(0, 0)), readers, range(3))
+    experts = Experts(store.extents, Files(), slots, expert_slot_bytes(store.extents(0, 0)), readers, range(3))
     experts.trace = []
-    cache, expected = Shares(range(3), max(0, slots - readers)), 0
+    cache, expected = LayerCaches(range(3), max(0, slots - readers)), 0
     for layer, ids in itertools.chain(*steps):
         consume(experts, store, layer, ids, 2)
         expected += len(cache.request(layer, ids))
@@ -175,7 +177,7 @@ def test_the_running_cache_has_the_hits_of_the_replay(tmp_path, slots):
     experts.close()
     (tmp_path / "trace").write_bytes(packed_trace(experts.trace))
     assert steps_of(read_trace(tmp_path / "trace")) == (steps, 0)
-    assert replay(Shares(range(3), max(0, slots - readers)), steps) == (experts.hits, experts.requests)
+    assert replay(LayerCaches(range(3), max(0, slots - readers)), steps) == (experts.hits, experts.requests)
     assert (experts.hits > 0) == (slots > readers)
 
 
@@ -184,13 +186,13 @@ def test_the_decoder_has_the_hits_of_the_replay(tmp_path):
     model = k3lib.load(MODEL, ram="1GB", threads=2, context=16)
     six = model.experts.extents(1, 0)
     model.experts.close()
-    model.experts = Experts(model.experts.extents, model.trunk.files, 40, slot_bytes(six), 4, range(1, 13))
+    model.experts = Experts(model.experts.extents, model.trunk.files, 40, expert_slot_bytes(six), 4, range(1, 13))
     model.experts.trace = []
     list(model.generate([int(i) for i in PROMPT.split(",")][:3], 8))
     (tmp_path / "trace").write_bytes(packed_trace(model.experts.trace))
     steps, _ = steps_of(read_trace(tmp_path / "trace"))
     assert len(steps) == 8 and [layer for layer, _ in steps[0]] == list(range(1, 13)) and working_set(steps) == 48
-    assert replay(Shares(range(1, 13), 36), steps) == (model.report.expert_hits, model.report.expert_requests)
+    assert replay(LayerCaches(range(1, 13), 36), steps) == (model.report.expert_hits, model.report.expert_requests)
     assert model.report.expert_hits > 20
     model.close()
 
@@ -251,7 +253,7 @@ def test_a_run_is_recorded_and_replayed(tmp_path):
     assert of_this_model.returncode == 0 and of_this_model.stdout != run.stdout
     small = sum(x.nbytes for x in k3lib.Checkpoint(MODEL).expert(1, 0).values())
     assert of_this_model.stdout.strip() == replay_text(passes, small)
-    assert len(run.stdout.splitlines()) == 3 + len(SIZES)
+    assert len(run.stdout.splitlines()) == 3 + len(CAPACITIES)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run.trace"]
 
 

@@ -14,11 +14,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3lib import trunk as trunk_module
-from k3lib.checkpoint import Checkpoint, CheckpointError, Extent, header_bytes
-from k3lib.linear import Rows, linear
-from k3lib.trunk import (CORES, PAGE, File, Files, Packed, Ring, Trunk, aligned, as_float32, at_once, data_runs, early_room, is_matrix, pack, row_blocks, stride_of,
-                         typed, widened)
+from k3lib import disk, parallel, read_multiply, trunk
+from k3lib.checkpoint import Checkpoint, Extent
+from k3lib.fileio import CheckpointError
+from k3lib.header import header_bytes
+from k3lib.matmul import ResidentMatrix, linear
+from k3lib.disk import File, Files, PAGE, page_buffer, page_padded, typed
+from k3lib.layout import router_buffers, row_blocks
+from k3lib.pack import Packed, pack
+from k3lib.parallel import CORES
+from k3lib.prefetch import Prefetcher
+from k3lib.read_multiply import unit_stride
+from k3lib.system import data_runs
+from k3lib.tensors import is_matrix
+from k3lib.trunk import Trunk, as_float32, max_concurrent_blocks
 
 DTYPE = {"BF16": np.uint16, "F32": np.float32, "U8": np.uint8}
 SLOT = 6 * PAGE
@@ -68,7 +77,7 @@ class Slow(Files):
         return start
 
 
-class Poisoned(Ring):
+class Poisoned(Prefetcher):
     "A ring that overwrites a slot the moment it is given back."
 
     def _give_back(self, number):
@@ -119,7 +128,7 @@ def test_a_header_of_any_length(tmp_path, pad):
 def test_moving_needs_no_second_buffer():
     "A matrix of a gigabyte at an odd offset must not take two: the bytes are moved inside their buffer."
     import tracemalloc
-    buffer = aligned(1 << 22)
+    buffer = page_buffer(1 << 22)
     buffer[:] = np.arange(1 << 22, dtype=np.uint32).astype(np.uint8)
     expected = buffer[3:3 + (1 << 21)].tobytes()
     tracemalloc.start()
@@ -136,18 +145,18 @@ def test_any_extent_fits_its_widened_buffer(tmp_path_factory, offset, nbytes):
     path = tmp_path_factory.getbasetemp() / "extents.bin"
     if not path.exists():
         path.write_bytes(np.random.default_rng(1).bytes(8 * PAGE + 17))
-    file, buffer = File(str(path)), aligned(widened(nbytes))
+    file, buffer = File(str(path)), page_buffer(page_padded(nbytes))
     start, moved = file.read(buffer, offset, nbytes)
     file.close()
     assert buffer[start:start + nbytes].tobytes() == path.read_bytes()[offset:offset + nbytes]
-    assert nbytes <= moved <= widened(nbytes)
+    assert nbytes <= moved <= page_padded(nbytes)
 
 
 def test_a_buffer_too_small_is_refused(tmp_path):
     (tmp_path / "f").write_bytes(bytes(3 * PAGE))
     file = File(str(tmp_path / "f"))
     with pytest.raises(ValueError, match="need a buffer of 8192, this one has 4096"):
-        file.read(aligned(PAGE), 4000, 200)
+        file.read(page_buffer(PAGE), 4000, 200)
     file.close()
 
 
@@ -163,10 +172,10 @@ def test_long_reads_are_split_and_short_ones_continued(tmp_path, monkeypatch, mo
         asked.append(len(views[0]))
         return real(fd, [views[0][:most]], offset)
 
-    assert trunk_module.ONE_READ % PAGE == 0 and trunk_module.ONE_READ <= (1 << 31) - PAGE
-    monkeypatch.setattr(trunk_module, "ONE_READ", 4 * PAGE)
+    assert disk.MAX_READ % PAGE == 0 and disk.MAX_READ <= (1 << 31) - PAGE
+    monkeypatch.setattr(disk, "MAX_READ", 4 * PAGE)
     monkeypatch.setattr(os, "preadv", preadv)
-    file, buffer = File(str(tmp_path / "f")), aligned(widened(len(data)))
+    file, buffer = File(str(tmp_path / "f")), page_buffer(page_padded(len(data)))
     start, moved = file.read(buffer, 100, len(data) - 100)
     file.close()
     assert buffer[start:start + len(data) - 100].tobytes() == data[100:]
@@ -178,12 +187,12 @@ def test_long_reads_are_split_and_short_ones_continued(tmp_path, monkeypatch, mo
 def test_a_file_that_ends_early(tmp_path, monkeypatch, size, direct):
     "Whatever is left of the file, in whole pages or not: an error that names file and place, never a wait for more."
     if not direct:
-        monkeypatch.setattr(trunk_module, "_DIRECT", 0)
+        monkeypatch.setattr(disk, "_DIRECT", 0)
     path = tmp_path / "short"
     path.write_bytes(bytes(size))
     file = File(str(path))
     with pytest.raises(CheckpointError, match=rf"short: ends at byte {size}, but bytes 10 to {2 * PAGE + 5} are needed"):
-        file.read(aligned(4 * PAGE), 10, 2 * PAGE - 5)
+        file.read(page_buffer(4 * PAGE), 10, 2 * PAGE - 5)
     file.close()
 
 
@@ -239,7 +248,7 @@ def test_falling_back_leaves_a_reader_its_descriptor(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "close", lambda fd: (closed.append(fd), real_close(fd)))
     file = File(str(tmp_path / "f"))
     first = file.descriptor[0]
-    start, _ = file.read(buffer := aligned(2 * PAGE), 10, 300)
+    start, _ = file.read(buffer := page_buffer(2 * PAGE), 10, 300)
     assert buffer[start:start + 300].tobytes() == (tmp_path / "f").read_bytes()[10:310]
     assert file.descriptor[0] != first and not closed, "closed while another reader may be using it"
     file.close()
@@ -408,7 +417,7 @@ def each_pass(trunk, tensors, rng, threads=2):
                 running[0] -= 1
                 seen.append((first, len(rows)))
 
-        if isinstance(W, Rows):
+        if isinstance(W, ResidentMatrix):
             continue
         give = W.share if threads < CORES else W.each  # with all cores share() lets more in than there are threads
         give(work, threads)
@@ -474,7 +483,7 @@ def test_any_ring_and_any_pinned_part_give_the_same_bytes(tmp_path, slots, pinne
 
 def test_an_early_matrix_is_there_whole_before_its_turn_and_the_next_when_it_has_gone(tmp_path, monkeypatch):
     "However far back in the walk, while the ring waits for its first block to be taken; in several pieces."
-    monkeypatch.setattr(trunk_module, "PIECE", 2 * PAGE)
+    monkeypatch.setattr(disk, "READ_UNIT", 2 * PAGE)
     tensors = some_tensors()
     checkpoint, files = write_model(tmp_path / "m", tensors), Files()
     trunk = make_trunk(checkpoint, tensors, files, slots=1, ahead=1, early=frozenset("ce"))
@@ -485,7 +494,7 @@ def test_an_early_matrix_is_there_whole_before_its_turn_and_the_next_when_it_has
             time.sleep(0.001)
         return sorted(trunk.early._filled)
 
-    slots = early_room([checkpoint.extent(name) for name in "ce"])[0]
+    slots = router_buffers([checkpoint.extent(name) for name in "ce"])[0]
     assert settle() == list(range(slots)) and slots == max(len(trunk.reads[name]) for name in "ce") > 1
     for passes in range(3):
         one_pass(trunk, tensors)
@@ -521,7 +530,7 @@ def test_products_of_a_streamed_matrix_are_those_of_a_resident_one(tmp_path, tok
     for name in ("a", "b", "c", "heads", "d", "e"):
         array = tensors[name][1]
         x = np.random.default_rng(3).standard_normal((tokens, array.shape[1])).astype(np.float32)
-        same(name, linear(trunk.take(name), x), linear(Rows(array), x))
+        same(name, linear(trunk.take(name), x), linear(ResidentMatrix(array), x))
     trunk.close()
 
 
@@ -529,11 +538,11 @@ def test_products_of_a_streamed_matrix_are_those_of_a_resident_one(tmp_path, tok
 @pytest.mark.parametrize("pad", [0, 1, 6])
 def test_pieces_of_any_size_give_the_resident_product(tmp_path, monkeypatch, compiled, pad):
     "Also where a piece is one row, where the last one is short, where the offset is odd, and where Python reads."
-    monkeypatch.setattr(trunk_module, "COMPILED_READS", compiled and trunk_module.COMPILED_READS)
+    monkeypatch.setattr(read_multiply, "COMPILED_READS", compiled and read_multiply.COMPILED_READS)
     tensors = some_tensors()
     checkpoint = write_model(tmp_path / "m", tensors, pad)
     for piece in (1, 3000, 20_000):
-        monkeypatch.setattr(trunk_module, "PIECE", piece)
+        monkeypatch.setattr(disk, "READ_UNIT", piece)
         files = Files()
         trunk = make_trunk(checkpoint, tensors, files, slots=2, slot_bytes=60_000)
         before = dict(files.bytes_read)
@@ -542,7 +551,7 @@ def test_pieces_of_any_size_give_the_resident_product(tmp_path, monkeypatch, com
             for name in trunk.reads:
                 array = tensors[name][1]
                 x = np.random.default_rng(3).standard_normal((3, array.shape[1])).astype(np.float32)
-                same(name, linear(trunk.take(name), x), linear(Rows(array), x))
+                same(name, linear(trunk.take(name), x), linear(ResidentMatrix(array), x))
         trunk.close()
         size = sum(checkpoint.extent(name).nbytes for name in trunk.reads)
         read = files.bytes_read["trunk"] - before["trunk"]
@@ -554,14 +563,14 @@ def test_pieces_of_any_size_give_the_resident_product(tmp_path, monkeypatch, com
 def test_every_piece_is_drawn_once_and_draws_in_a_row_lie_far_apart():
     "Four readers that draw one after the other are at least a ninth of the matrix apart."
     for n in range(1, 1000):
-        order = [p * stride_of(n) % n for p in range(n)]
+        order = [p * unit_stride(n) % n for p in range(n)]
         assert sorted(order) == list(range(n))
         if n > 40:
             gaps = [abs(order[i] - order[j]) for i in range(n - 4) for j in range(i + 1, i + 4)]
             assert min(min(gap, n - gap) for gap in gaps) >= n / 9, n
 
 
-@pytest.mark.skipif(not trunk_module.COMPILED_READS, reason="reads are compiled on Linux alone")
+@pytest.mark.skipif(not read_multiply.COMPILED_READS, reason="reads are compiled on Linux alone")
 def test_a_file_cut_off_under_the_compiled_loop(tmp_path):
     "The loop stops at the piece that is not whole; File.read says what is wrong, and a repaired file works again."
     tensors = {"a": ("BF16", np.arange(96 * 256, dtype=np.uint16).reshape(96, 256))}
@@ -576,14 +585,14 @@ def test_a_file_cut_off_under_the_compiled_loop(tmp_path):
             linear(trunk.take("a"), x)
     path.write_bytes(whole)
     trunk.begin()
-    same("a", linear(trunk.take("a"), x), linear(Rows(tensors["a"][1]), x))
+    same("a", linear(trunk.take("a"), x), linear(ResidentMatrix(tensors["a"][1]), x))
     trunk.close()
 
 
 def test_fewer_threads_than_cores_are_a_limit_and_all_cores_are_none(monkeypatch):
-    monkeypatch.setattr(trunk_module, "CORES", 4)
-    assert [at_once(threads) >= 5 for threads in (1, 3, 4)] == [False, False, True]
-    assert (at_once(1), at_once(3)) == (1, 3)
+    monkeypatch.setattr(parallel, "CORES", 4)
+    assert [max_concurrent_blocks(threads) >= 5 for threads in (1, 3, 4)] == [False, False, True]
+    assert (max_concurrent_blocks(1), max_concurrent_blocks(3)) == (1, 3)
 
 
 # Interruption
@@ -835,7 +844,7 @@ def test_closing_wakes_whoever_waits(tmp_path):
     for way in (lambda W: next(W.blocks()), lambda W: W.each(lambda first, rows: None, 1)):
         trunk = make_trunk(checkpoint, tensors)
         trunk.ring.close()
-        trunk.ring, gate = Ring.__new__(Ring), threading.Event()
+        trunk.ring, gate = Prefetcher.__new__(Prefetcher), threading.Event()
 
         class Stuck(Files):
             def read(self, *args):
@@ -866,7 +875,7 @@ def test_closing_wakes_whoever_waits(tmp_path):
 def test_a_ring_of_nothing_is_refused():
     for slots, readers in ((0, 2), (2, 0)):
         with pytest.raises(ValueError, match=f"a ring of {slots} slots and {readers} readers moves nothing"):
-            Ring(Files(), [], slots, SLOT, readers)
+            Prefetcher(Files(), [], slots, SLOT, readers)
 
 
 # Trunk

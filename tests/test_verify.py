@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from k3lib.checkpoint import CheckpointError, header_bytes
+from k3lib.fileio import CheckpointError
+from k3lib.header import header_bytes
 from k3lib.cli import main
 from k3lib.config import read_config
-from k3lib.verify import GIT, PIECE, SHA256, hashes, is_released, manifest_path, published_sizes, read_manifest, verify
+from k3lib.verify import GIT, HASH_READ_BYTES, SHA256, hashes, is_released, manifest_path, published_sizes, read_manifest, verify
 
 ROOT = Path(__file__).parents[1]
 ORACLE = ROOT / "fixtures" / "oracle13" / "model"
@@ -327,7 +328,7 @@ def test_a_file_that_changes_while_it_is_read_is_damage(tmp_path):
 
 def test_hashes_are_those_of_hashlib_across_piece_borders(tmp_path):
     path = tmp_path / "a"
-    for size in (0, 1, PIECE - 1, PIECE, PIECE + 1):
+    for size in (0, 1, HASH_READ_BYTES - 1, HASH_READ_BYTES, HASH_READ_BYTES + 1):
         data = np.random.default_rng(size).bytes(size)
         path.write_bytes(data)
         seen = []
@@ -337,12 +338,12 @@ def test_hashes_are_those_of_hashlib_across_piece_borders(tmp_path):
 
 def test_memory_is_a_piece_a_thread(tmp_path):
     with open(tmp_path / "a", "wb") as file:
-        file.truncate(16 * PIECE)
+        file.truncate(16 * HASH_READ_BYTES)
     tracemalloc.start()
     hashes(str(tmp_path / "a"), [SHA256])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 1.1 * PIECE
+    assert peak < 1.1 * HASH_READ_BYTES
 
 
 def test_published_sizes_are_checked_where_the_shape_is_the_released_one(tmp_path):

@@ -5,7 +5,7 @@
 # speed, and corrects what it holds instead of adding to it. At the end you can run such a layer token by token or in chunks with the same
 # bits, break it in fourteen ways that still look like attention, and say what its memory costs: 434 MB + 31 MB, at any length.
 #
-# [1.5 Whether every byte is the one that was published](../01_mxfp4/05_verify.ipynb) · [contents](../README.md) · [3.1 Latent attention](../03_mla/01_mla.ipynb)
+# [1.5 Exponential, tanh, sigmoid and RMSNorm with the same bits everywhere](../01_mxfp4/05_functions.ipynb) · [contents](../README.md) · [3.1 Gated MLA: attention that caches 576 numbers](../03_mla/01_mla.ipynb)
 #
 # | symbol | meaning | shape in K3 | in code |
 # |---|---|---|---|
@@ -28,20 +28,24 @@ import matplotlib.pyplot as plt
 from safetensors.numpy import load_file
 
 from k3lib.checkpoint import Checkpoint
-from k3lib.linear import Rows
+from k3lib.linear import ResidentMatrix
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 plt.style.use(ROOT / "book" / "k3.mplstyle")
 
 # %% tags=["export"]
 from typing import NamedTuple
-
 import numpy as np
 from numba import njit
+from k3lib.simd import INNER, KERNEL, fma
+from k3lib.parallel import chunk_done, next_chunk, parallel_for, threads_for
+from k3lib.matmul import NotFinite, dot, linear
+from k3lib.functions import exp, rms_norm, sigmoid
 
-from k3lib.linear import INNER, KERNEL, NotFinite, dot, draw_run, exp, finish, fma, linear, rms_norm, sigmoid, spread, threads_for
-
+# %% tags=["export"]
 L2_EPS = np.float32(1e-6)  # added to the sum of squares, not to their mean
+
+
 _ONE, _ZERO = np.float32(1), np.float32(0)
 
 
@@ -55,6 +59,7 @@ def _fits(what, array, shape):
 seed = 2
 timed_layers = 69  # states swept by the timing of 2.1.6: one of K3's KDA layers each
 
+
 # %% [markdown]
 # ## 2.1.1 By hand: one key, two values
 #
@@ -63,8 +68,8 @@ timed_layers = 69  # states swept by the timing of 2.1.6: one of K3's KDA layers
 #
 # | step of token 2 | | |
 # |---|---|---|
-# | fade | $S \leftarrow \mathrm{diag}(\alpha)\,S$ | row 0 is $(1.5, 2)$ |
-# | recall | $S^\top k$ | $(1.5, 2)$ |
+# | fade | $S \leftarrow \mathrm{diag}(\alpha)\,S$ | row 0 is $(5.23, 2)$ |
+# | recall | $S^\top k$ | $(5.23, 2)$ |
 # | error | $v - S^\top k$ | $(3.5, 4)$ |
 # | correct | $S \leftarrow S + \beta\, k\,(\text{error})^\top$ | row 0 is $(5, 6)$ |
 #
@@ -191,6 +196,7 @@ rejects(fixture["y_from_state"], {
     "history forgotten": conv64(x, weight),
 })
 
+
 # %% [markdown]
 # ## 2.1.3 Keys of length one
 #
@@ -238,6 +244,7 @@ rejects(fixture["y"], {
     "mean, rescaled by sqrt(d): eps d times": mean_norm64(fixture["x"]) / np.sqrt(16),
     "no eps": fixture["x"] / np.linalg.norm(fixture["x"].astype(np.float64), axis=-1, keepdims=True),
 })
+
 
 # %% [markdown]
 # ## 2.1.4 How fast a channel forgets
@@ -335,6 +342,7 @@ plt.title("One curve a head, from a seventh of a token to no forgetting at all")
 plt.legend()
 plt.show()
 
+
 # %% [markdown]
 # ## 2.1.5 The recurrence
 #
@@ -386,6 +394,7 @@ for start, o_name, S_name in ((zero, "o", "final_state"), (given, "o_s0", "final
     check(o_name, o, fixture[o_name])
     check(S_name, S, fixture[S_name])
 
+
 # %% [markdown]
 # Nine ways to get it wrong. The second is the closest: where channels hardly fade, the undecayed state errs by almost nothing. The
 # fixture fades enough to see it.
@@ -407,6 +416,7 @@ rejects(fixture["o"], {"query not scaled by 1/sqrt(d)": recurrent64(*tokens, zer
 rejects(fixture["o"], {"values L2-normed": recurrent64(tokens[0], tokens[1], l2norm64(tokens[2]), *tokens[3:], zero)[0]})
 rejects(fixture["o_s0"], {"state read as [value, key]": recurrent64(*tokens, given.transpose(0, 2, 1))[0],
                           "state forgotten": recurrent64(*tokens, zero)[0]})
+
 
 # %% [markdown]
 # ## 2.1.6 Make it fast: the state once from memory
@@ -444,7 +454,7 @@ def one_row_a_pass(heads, q, k, v, alpha, beta, S, query, delta, out, drawn):
     "Head after head, as drawn, all its tokens one after another; query and delta [heads, d] are scratch."
     scale = _ONE / np.sqrt(np.float32(query.shape[1]))
     while True:
-        begin, end = draw_run(drawn, heads)
+        begin, end = next_chunk(drawn, heads)
         if begin >= heads:
             return
         for h in range(begin, end):
@@ -458,7 +468,7 @@ def one_row_a_pass(heads, q, k, v, alpha, beta, S, query, delta, out, drawn):
                     query[h, j] = scale * q[t, h, j]
                     o[j] = _ZERO
                 _correct_rows(S[h], alpha[t, h], k[t, h], delta[h], query[h], 0, o)
-        finish(drawn, begin, end)
+        chunk_done(drawn, begin, end)
 
 
 # %% [markdown]
@@ -504,7 +514,7 @@ def _kda_recurrent(heads, q, k, v, alpha, beta, S, query, delta, out, drawn):
     "Head after head, as drawn, all its tokens one after another; query and delta [heads, d] are scratch."
     scale = _ONE / np.sqrt(np.float32(query.shape[1]))
     while True:
-        begin, end = draw_run(drawn, heads)
+        begin, end = next_chunk(drawn, heads)
         if begin >= heads:
             return
         for h in range(begin, end):
@@ -518,7 +528,7 @@ def _kda_recurrent(heads, q, k, v, alpha, beta, S, query, delta, out, drawn):
                     query[h, j] = scale * q[t, h, j]
                     o[j] = _ZERO
                 _correct(S[h], alpha[t, h], k[t, h], delta[h], query[h], o)
-        finish(drawn, begin, end)
+        chunk_done(drawn, begin, end)
 
 
 def kda_recurrent(q, k, v, alpha, beta, S):
@@ -534,7 +544,7 @@ def kda_recurrent(q, k, v, alpha, beta, S):
     _fits("kda_recurrent: S", S, (heads, d, d))
     query, delta = np.empty((2, heads, d), np.float32)
     out = np.empty_like(v)
-    spread(threads_for(2 * T * S.size), heads, _kda_recurrent, q, k, v, alpha, beta, S, query, delta, out)
+    parallel_for(threads_for(2 * T * S.size), heads, _kda_recurrent, q, k, v, alpha, beta, S, query, delta, out)
     return out
 
 
@@ -546,7 +556,7 @@ def rung(kernel):
     "`kda_recurrent` with another kernel."
     def recurrent(q, k, v, alpha, beta, S):
         out = np.empty_like(v)
-        spread(threads_for(2 * len(v) * S.size), len(S), kernel, q, k, v, alpha, beta, S, *np.empty((2, *v.shape[1:]), np.float32), out)
+        parallel_for(threads_for(2 * len(v) * S.size), len(S), kernel, q, k, v, alpha, beta, S, *np.empty((2, *v.shape[1:]), np.float32), out)
         return out
     return recurrent
 
@@ -574,6 +584,7 @@ for d in (128, 35):
     same = np.array_equal(one_row(*some, A), kda_recurrent(*some, B)) and np.array_equal(A, B)
     print(f"head of {d}: one row and four rows a pass give the same bits: {same}")
     assert same
+
 
 # %% [markdown]
 # The clock, over one token's worth of state, 434 MB. Beside the rungs run two loops that do nothing but move it: one reads it, one
@@ -639,6 +650,7 @@ for name, seconds in took.items():
     moved = states.nbytes * (1 if name == "read the state" else 2)
     print(f"{name:24} {seconds * 1e3:9.1f} ms {moved / seconds / 1e9:11.1f} GB/s {seconds / took['read and write it']:20.2f} x")
 del states
+
 
 # %% [markdown]
 # ## 2.1.7 What the state remembers
@@ -711,6 +723,7 @@ for name, part in came_back.items():
     old, new = np.abs(part[16]).round(2)
     print(f"{name}: after token 16 the answer holds {old} of value 1 and {new} of value 2")
 assert np.allclose(answers["delta rule"][16, 0] * np.sqrt(d), v[16], atol=1e-5)
+
 
 # %% [markdown]
 # ## 2.1.8 The layer
@@ -832,7 +845,7 @@ def layer64(W, x, heads, **swap):
 # %%
 bare = ("A_log", "dt_bias")
 names = {n: LAYER + "self_attn." + n + ("" if n in bare else ".weight") for n in KDA_ORDER}
-W = {n: Rows(model.raw(name)) if n.endswith("_proj") else model.tensor(name) for n, name in names.items()}
+W = {n: ResidentMatrix(model.raw(name)) if n.endswith("_proj") else model.tensor(name) for n, name in names.items()}
 W64 = {n: model.tensor(name).astype(np.float64) for n, name in names.items()}
 x = x64.astype(np.float32)
 state = kda_state(4, 32, 4)
@@ -858,6 +871,7 @@ wrong_steps = {
     "query not scaled": dict(scale=np.sqrt(32)),
 } | {name: dict(update=update) for name, update in WRONG_UPDATE.items()}
 rejects(oracle["hidden_after_layer"][0], {name: after_layer0(layer64(W64, x64, 4, **swap)) for name, swap in wrong_steps.items()})
+
 
 # %% [markdown]
 # ## 2.1.10 Any cut, the same bits
@@ -896,6 +910,7 @@ print(f"state S            {state_bytes / 1e6:6.0f} MB, read once and written on
 print(f"conv history       {conv_bytes / 1e6:6.0f} MB")
 print(f"weights, bf16      {weight_bytes / 1e9:6.1f} GB, read once a token: {weight_bytes / (2 * state_bytes):.0f} times the state's traffic")
 assert (round(state_bytes / 1e6), round(conv_bytes / 1e6)) == (434, 31)
+
 
 # %% [markdown]
 # Had these 69 layers been softmax attention they would keep keys and values: 96 × 256 floats a position and layer, or 576 in the latent form of

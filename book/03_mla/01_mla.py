@@ -5,7 +5,7 @@
 # one vector of 576 numbers, from which all of them follow. At the end you can attend straight from that cache, token by token or in chunks
 # with the same bits, and break it in six ways that still look like attention.
 #
-# [2.1 Kimi Delta Attention](../02_kda/01_kda.ipynb) · [contents](../README.md) · [3.2 Residuals](02_residual.ipynb)
+# [2.1 Kimi Delta Attention: a memory that never grows](../02_kda/01_kda.ipynb) · [contents](../README.md) · [3.2 Block attention residuals: a layer chooses its depth](02_residual.ipynb)
 #
 # | symbol | meaning | shape in K3 | in code |
 # |---|---|---|---|
@@ -27,7 +27,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from safetensors.numpy import load_file
 
-from k3lib.linear import Rows, bf16_to_float32, dot
+from k3lib.linear import ResidentMatrix, bf16_to_float32, dot
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 plt.style.use(ROOT / "book" / "k3.mplstyle")
@@ -35,12 +35,18 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 # %% tags=["export"]
 import numpy as np
 from numba import get_num_threads, njit
+from k3lib.simd import INNER, KERNEL, fma16, load16, load16_part, splat16, store16
+from k3lib.parallel import chunk_done, next_chunk, parallel_for, threads_for
+from k3lib.matmul import check_product, fma4, line_aligned, linear, load4, row_dot, rows4, rows4_tokens4
+from k3lib.functions import exp, rms_norm, sigmoid
 
-from k3lib.linear import KERNEL, _dot, _fma4, _load4, _rows4, _rows4_tokens4, check_product, exp, linear, rms_norm, sigmoid
-from k3lib.mxfp4 import INNER, aligned, draw_run, finish, fma16, load16, load16_part, splat16, spread, store16, threads_for
-
+# %% tags=["export"]
 TILE = 64  # cache rows between two looks at the maximum, counted from position 0
+
+
 SLICE = 8  # tokens whose queries and contexts are held at once
+
+
 _ONE, _ZERO, _LOWEST, _FAINT, _NAN = np.float32(1), np.float32(0), np.float32(-np.inf), np.float32(-60), np.float32(np.nan)
 
 # %% tags=["parameters"]
@@ -79,6 +85,7 @@ expanded = softmax64(.5 * (c @ W_uk.T @ q_n + r * q_r)) @ (c @ W_uv.T)
 absorbed = W_uv @ (softmax64(.5 * (c @ (W_uk.T @ q_n) + r * q_r)) @ c)
 print("keys and values:", expanded.round(6), "  latents only:", absorbed.round(6))
 assert np.allclose(expanded, [3, 2]) and np.allclose(absorbed, [3, 2])
+
 
 # %% [markdown]
 # ## 3.1.2 The layer as published, in float64
@@ -143,6 +150,7 @@ def off(y, expected=truth):
 print("reference within 1e-5 of the fixture:", off(mla64(weights, x, **dims)) < TOLERANCE)
 assert off(mla64(weights, x, **dims)) < TOLERANCE
 
+
 # %% [markdown]
 # ## 3.1.3 Absorb: move the matrix to the other side
 #
@@ -200,6 +208,7 @@ ax.set(xlabel="positions", ylabel="cache, GB", xlim=(200, 2e5),
 ax.legend()
 plt.show()
 
+
 # %% [markdown]
 # ## 3.1.4 Softmax in one pass
 #
@@ -251,6 +260,7 @@ others = [one_pass32(s32, c32, range(start, 200, 64)) for start in range(1, 64)]
 apart = max(abs(o - by_position) for o in others) / abs(by_position)
 print("all within 1e-5:", apart < 1e-5, "  all the same bits:", all(o == by_position for o in others))
 assert apart < 1e-5 and not all(o == by_position for o in others)
+
 
 # %% [markdown]
 # ## 3.1.5 The kernel, piece by piece
@@ -315,11 +325,11 @@ def _softmax_tile(s, m, l):
 @njit(**INNER)
 def _context4(c, i, n, width, s, work, j, pitch):
     "32 lanes of four contexts, work[j + r*pitch:] += sum over n cache rows of s[r, p] * row p, positions in order."
-    a, b = _load4(work, j, pitch), _load4(work, j + 16, pitch)
+    a, b = load4(work, j, pitch), load4(work, j + 16, pitch)
     for p in range(n):
         weights = splat16(s[0, p]), splat16(s[1, p]), splat16(s[2, p]), splat16(s[3, p])
-        a = _fma4(weights, load16(c, i + p * width), a)
-        b = _fma4(weights, load16(c, i + p * width + 16), b)
+        a = fma4(weights, load16(c, i + p * width), a)
+        b = fma4(weights, load16(c, i + p * width + 16), b)
     for at, v in ((j, a), (j + 16, b)):
         store16(work, at, v[0])
         store16(work, at + pitch, v[1])
@@ -341,7 +351,7 @@ def _context1(c, i, width, weights, work, j, m, latent):
 
 # %% [markdown]
 # Scores are a matrix product with the cache as the weights: each row is stored once and meets every head's query, as a row of $W$ meets every
-# token. So it is chapter 1.3's kernel, four rows by four queries: a cache row is loaded once for four heads, and no dot product sees its neighbours.
+# token. So it is chapter 1.4's kernel, four rows by four queries: a cache row is loaded once for four heads, and no dot product sees its neighbours.
 #
 # The four may be heads of one token, which see the same positions, or reach into the next token, which sees one more: what all four see
 # is done together, the rest one by one.
@@ -358,11 +368,11 @@ def _visit(c, start, pos, heads, width, latent, work, o, pitch, s, g, rows):
     fours = common - common % 4
     paired = latent - latent % 32 if common else 0
     for p in range(0, fours, 4):
-        _rows4_tokens4(c, i + p * width, width, work, j, pitch, s, 0, p)
+        rows4_tokens4(c, i + p * width, width, work, j, pitch, s, 0, p)
     for r in range(rows):
         n = max(0, min(TILE, pos + (g + r) // heads + 1 - start))
         for p in range(fours, n):
-            s[r, p] = _dot(c, i + p * width, work, j + r * pitch, width)
+            s[r, p] = row_dot(c, i + p * width, work, j + r * pitch, width)
         if n:
             end = j + (r + 1) * pitch
             work[end - 2], work[end - 1], shrink = _softmax_tile(s[r, :n], work[end - 2], work[end - 1])
@@ -386,15 +396,15 @@ def _value(w, i, latent, work, j, total, out, t, first, v):
     "out[t, first:first+v] = W_uv work[j:] / total; the value rows begin at w[i]."
     whole = v - v % 4
     for n in range(0, whole, 4):
-        _rows4(w, i + n * latent, latent, work, j, out, t, first + n)
+        rows4(w, i + n * latent, latent, work, j, out, t, first + n)
     for n in range(whole, v):
-        out[t, first + n] = _dot(w, i + n * latent, work, j, latent)
+        out[t, first + n] = row_dot(w, i + n * latent, work, j, latent)
     for n in range(first, first + v):
         out[t, n] /= total
 
 
 # %% [markdown]
-# `kv_b_proj` arrives as blocks of whole heads and goes by once. If it has readers (chapter 5.3), each attends with the heads it has read; a
+# `kv_b_proj` arrives as blocks of whole heads and goes by once. If it has readers (chapter 5.13), each attends with the heads it has read; a
 # resident one is cut into items, which threads draw. An item of work is up to 16 heads: start their queries, walk the cache once,
 # read the values. A tile (64 rows of 2,304 bytes) stays in the core's cache while all the item's queries visit it. A long chunk
 # is taken eight tokens at a time, so that scratch never grows with the chunk or the context.
@@ -409,7 +419,7 @@ def _attend(items, span, kv_b, first, x, cache, pos, v, work, s, out, drawn):
     scale = _ONE / np.sqrt(np.float32(x.shape[2]))
     w, c = kv_b.reshape(-1), cache.reshape(-1)
     while True:
-        begin, end = draw_run(drawn, items)
+        begin, end = next_chunk(drawn, items)
         if begin >= items:
             return
         for item in range(begin, end):
@@ -428,7 +438,7 @@ def _attend(items, span, kv_b, first, x, cache, pos, v, work, s, out, drawn):
                     head = h + r % heads
                     _value(w, (head * each + nope) * latent, latent, flat, r * pitch + o, flat[(r + 1) * pitch - 1],
                            out, t + r // heads, (first + head) * v, v)
-        finish(drawn, begin, end)
+        chunk_done(drawn, begin, end)
 
 
 def attend(kv_b, q, cache, pos, v):
@@ -454,8 +464,8 @@ def attend(kv_b, q, cache, pos, v):
         here = len(rows) // each
         span = min(16, 4 * -(-here // (4 * threads)))
         items = -(-here // span)
-        work, s = aligned((items, min(T, SLICE) * span, pitch)), aligned((items, 4, TILE))
-        spread(threads, items, _attend, span, rows, first // each, q, cache, pos, v, work, s, out)
+        work, s = line_aligned((items, min(T, SLICE) * span, pitch)), line_aligned((items, 4, TILE))
+        parallel_for(threads, items, _attend, span, rows, first // each, q, cache, pos, v, work, s, out)
 
     if hasattr(kv_b, "share"):
         kv_b.share(some_heads, get_num_threads())
@@ -473,9 +483,10 @@ def attend(kv_b, q, cache, pos, v):
 hand_w = np.concatenate([W_uk, W_uv]).astype(np.float32)
 hand_q = np.array([[[2, 0, 1, q_r]]], np.float32)
 hand_cache = np.array([[1, 0, 0], [0, 1, 1]], np.float32)
-hand = np.concatenate([attend(Rows(hand_w), hand_q, hand_cache, pos, 2) for pos in (0, 1)])
+hand = np.concatenate([attend(ResidentMatrix(hand_w), hand_q, hand_cache, pos, 2) for pos in (0, 1)])
 print(hand.round(5).tolist())
 assert np.allclose(hand, [[4, 0], [3, 2]], atol=1e-6)
+
 
 # %% [markdown]
 # Then shapes that fill no vector, several tiles, scores in the hundreds, float32 and bf16 weights, against float64.
@@ -497,10 +508,11 @@ for heads_, nope_, rope_, v_, latent_, T, pos, hot in ((5, 7, 3, 9, 50, 11, 130,
     w, q, rows = case(heads_, nope_, rope_, v_, latent_, T, pos, hot)
     bits = to_bf16(w)
     for kind, matrix, exact in (("float32", w, w), ("bf16", bits, bf16_to_float32(bits))):
-        y, expected = attend(Rows(matrix), q, rows, pos, v_), absorbed64(exact, q, rows, pos, v_)
+        y, expected = attend(ResidentMatrix(matrix), q, rows, pos, v_), absorbed64(exact, q, rows, pos, v_)
         far = off(y.reshape(expected.shape), expected)
         assert np.isfinite(y).all() and far < (1e-4 if hot > 1 else TOLERANCE), (heads_, kind, far)
     print(f"{heads_} heads, key {nope_}+{rope_}, value {v_}, latent {latent_}, {pos}+{T} positions, scores x{hot}: fits")
+
 
 # %% [markdown]
 # The hot case is allowed 1e-4: a score near 1,000 carries the absolute error of float32 there, and $e^s$ turns it into a relative one.
@@ -545,7 +557,7 @@ def mla_layer(W, x, cache, pos, heads, nope, rope, v_dim, eps_latent=1e-6):
 # The fixture: nine tokens in one call, then three single ones, output and both halves of the cache.
 
 # %%
-matrices = {name: Rows(w) if w.ndim == 2 else w for name, w in weights.items()}
+matrices = {name: ResidentMatrix(w) if w.ndim == 2 else w for name, w in weights.items()}
 
 
 def run(cuts):
@@ -563,11 +575,12 @@ for name, found, expected in (("output", y, truth), ("latent rows", cache[:, :16
     print(f"{name:12} within 1e-5: {off(found, expected) < TOLERANCE}")
     assert off(found, expected) < TOLERANCE
 
+
 # %% [markdown]
 # How a prompt is cut must not show. Here every cut gives the same bytes, output and cache; so does every cut of `kv_b_proj` into blocks.
 
 # %%
-class Cut(Rows):
+class Cut(ResidentMatrix):
     "A matrix that arrives one head at a time."
 
     def blocks(self, multiple=1):
@@ -583,6 +596,7 @@ equal_blocks = run([12])[0].tobytes() == y.tobytes()
 matrices["kv_b_proj"] = whole_block
 print("cuts of the prompt:", equal, "  one head a block:", equal_blocks)
 assert equal and equal_blocks
+
 
 # %% [markdown]
 # ## 3.1.7 Six layers that still print fluent text
@@ -613,13 +627,14 @@ for name, bad in variants.items():
     print(f"{name:30} {'passes' if off(bad) < TOLERANCE else 'fails'}, off by {off(bad):.2g}")
 assert off(y) < TOLERANCE and all(off(bad) > 1e-2 for bad in variants.values())
 
+
 # %% [markdown]
 # Two of them again through the exported layer itself, where a caller could make the mistake: the wrong epsilon handed in, and
 # rows of `kv_b_proj` reordered.
 
 # %%
 def layer(eps=1e-6, **changed):
-    W = matrices | {name: Rows(w) for name, w in changed.items()}
+    W = matrices | {name: ResidentMatrix(w) for name, w in changed.items()}
     return mla_layer(W, x, np.zeros((12, 20), np.float32), 0, **dims, eps_latent=eps)
 
 
@@ -641,7 +656,7 @@ q = linear(matrices["q_b_proj"], low).reshape(12, 3, 16)
 keys = np.einsum("hnl,pl->hnp", by_head[:, :12], cache[:, :16])
 printer = np.concatenate([keys, np.broadcast_to(np.eye(12, dtype=np.float32), (3, 12, 12))], 1).reshape(72, 12)
 one_hot = np.concatenate([np.eye(12, dtype=np.float32), cache[:, 16:]], 1)
-p = attend(Rows(np.ascontiguousarray(printer)), q, one_hot, 0, 12).reshape(12, 3, 12)
+p = attend(ResidentMatrix(np.ascontiguousarray(printer)), q, one_hot, 0, 12).reshape(12, 3, 12)
 
 fig, axes = plt.subplots(1, 3, sharey=True)
 for h, ax in enumerate(axes):
@@ -652,6 +667,7 @@ fig.colorbar(image, ax=axes, label="weight", shrink=.7)
 fig.suptitle("No weight above the diagonal: no head reads the future", fontsize=10, x=.02, y=.9, ha="left")
 plt.show()
 assert np.allclose(p.sum(2), 1, atol=1e-6) and (np.triu(p.transpose(1, 0, 2), 1) == 0).all()
+
 
 # %% [markdown]
 # ## 3.1.8 Make it fast
@@ -702,7 +718,7 @@ def absorb(kv_b, q, cache, v, kernel=None):
 # %%
 w, q, rows = case(16, nope, rope, v_dim, latent, 1, timed_positions - 1)
 w = bf16_to_float32(to_bf16(w))
-resident = Rows(to_bf16(w))
+resident = ResidentMatrix(to_bf16(w))
 cache_bytes = rows.nbytes
 ladder = [
     ("expand, NumPy", lambda: expand(w, q, rows, v_dim), w.nbytes + cache_bytes + 2 * timed_positions * 16 * 256 * 4),
@@ -715,6 +731,7 @@ for name, rung, nbytes in ladder:
     far = off(rung().reshape(16, -1), expected)
     print(f"{name:28} {nbytes / 1e6:6.1f} MB moved, within 1e-5: {far < TOLERANCE}")
     assert far < TOLERANCE
+
 
 # %% tags=["nbval-ignore-output"]
 def median_seconds(work, repeat=9, clock=time.perf_counter):
@@ -731,6 +748,7 @@ for name, rung, _ in ladder:
     seconds = median_seconds(rung)
     print(f"{name:28} {seconds * 1e3:7.2f} ms, {fma / seconds / 1e9:5.1f} G useful multiply-adds/s")
 
+
 # %% [markdown]
 # What failed first: without the cut at $e^{-60}$ the kernel was right, and slow whenever scores were hot. Weights between $e^{-87}$ and
 # $e^{-104}$ are subnormal, and a multiply-add that meets one leaves the fast path of many CPUs. The same tile, with either kind of weight:
@@ -743,7 +761,7 @@ def _repeat_context(rows, s, u, times):
             _context4(rows, m, TILE, 576, s, u, m, 512)
 
 
-tile = aligned((TILE * 576,))
+tile = line_aligned((TILE * 576,))
 tile[:] = rng.normal(size=tile.size)
 mild, subnormal = (np.full((4, TILE), value, np.float32) for value in (1e-3, 1e-40))
 print("smallest weight exp gives:", f"{np.float32(exp(np.float32(-103))):.1e}", "  smallest weight kept:", f"{np.exp(-60.0):.1e}")
@@ -762,7 +780,7 @@ print(f"a tile of context with normal weights {fast * 1e4:.1f} us, with subnorma
 
 # %% tags=["nbval-ignore-output"]
 w, q, rows = case(heads, nope, rope, v_dim, latent, 1, full_positions - 1)
-resident = Rows(to_bf16(w))
+resident = ResidentMatrix(to_bf16(w))
 attend(resident, q, rows, full_positions - 1, v_dim)
 threads, fma = get_num_threads(), heads * full_positions * absorbed_fma
 for pos in (0, full_positions - 1):

@@ -5,7 +5,7 @@
 # anew for each token, over the embedding, the sums of earlier blocks of twelve layers, and the sum so far. At the end you can mix, walk
 # the blocks of any model, and show eleven wrong versions failing their gates.
 #
-# [3.1 Latent attention](01_mla.ipynb) · [contents](../README.md) · [4.1 The router](../04_moe_router/01_router.ipynb)
+# [3.1 Gated MLA: attention that caches 576 numbers](01_mla.ipynb) · [contents](../README.md) · [4.1 The router: sixteen of 896, steered by a bias](../04_moe_router/01_router.ipynb)
 #
 # | symbol | meaning | shape in K3 | in code |
 # |---|---|---|---|
@@ -34,15 +34,18 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 # %% tags=["export"]
 import numpy as np
 from numba import njit
+from k3lib.simd import KERNEL, fma
+from k3lib.matmul import NotFinite, dot
+from k3lib.functions import exp
 
-from k3lib.linear import KERNEL, NotFinite, dot, exp, fma
-
+# %% tags=["export"]
 _ZERO, _LOWEST, _FAINT = np.float32(0), np.float32(-np.inf), np.float32(-60)
 
 # %% tags=["parameters"]
 seed = 32
 toy_layers = 8  # of the walk in 3.2.5
 toy_block = 3
+
 
 # %% [markdown]
 # ## 3.2.1 By hand: two sources
@@ -52,9 +55,9 @@ toy_block = 3
 # | source | $\mathrm{rms}$ | normed | score | weight |
 # |---|---|---|---|---|
 # | $b_0 = (1, 1)$ | 1 | (1, 1) | 2.5 ln 3 | ¼ |
-# | $p = (7, 1)$ | 5 | (1.4, 0.2) | 3.5 ln 3 | ¾ |
+# | $p = (7, 1)$ | 5 | (5.24, 0.2) | 3.5 ln 3 | ¾ |
 #
-# $h = ¼(1,1) + ¾(7,1) = (5.5, 1)$. The norm is for the score alone: the sources are mixed as they are. Ten times $p$ has the same score and
+# $h = ¼(1,1) + ¾(7,1) = (5.8, 1)$. The norm is for the score alone: the sources are mixed as they are. Ten times $p$ has the same score and
 # the same weight, and gives $h = (52.75, 7.75)$: a loud source stays loud, but cannot shout its way into the choice.
 #
 # ## 3.2.2 The mix, in float64
@@ -85,6 +88,7 @@ hand_norm, hand_proj = np.ones(2), np.array([2.5 * np.log(3), 0])
 for loud in (1, 10):
     sources = hand * np.array([1, loud]).reshape(2, 1, 1)
     print(weights64(sources, hand_norm, hand_proj, 0).ravel().round(6), mix64(sources, hand_norm, hand_proj, 0)[0].round(6))
+
 
 # %% [markdown]
 # ## 3.2.3 The mix, in float32
@@ -205,6 +209,7 @@ alone = np.concatenate(each).tobytes() == mixed(9).tobytes()
 print("chunk and single tokens, byte for byte:", alone)
 assert alone
 
+
 # %% [markdown]
 # ## 3.2.4 Seven wrong mixes
 #
@@ -242,6 +247,7 @@ for name, outputs in variants.items():
     far = max(off(y, t) for y, t in zip(outputs, truths))
     print(f"{name:28} {'passes' if far < TOLERANCE else 'fails'}, {f'off by {far:.2g}' if far < np.inf else 'not finite'}")
     assert far > 1e-2
+
 
 # %% [markdown]
 # ## 3.2.5 The walk: when a block is finished
@@ -300,6 +306,7 @@ layers = [(random_part(), random_part(), random_mix(), random_mix()) for _ in ra
 final = random_mix()
 truth, blocks, p, counts = walk64(embedding.astype(np.float64), layers, toy_block, final)
 print("sources of every mix:", counts)
+
 
 # %% [markdown]
 # The decoder keeps all sources in one array, finished blocks first and the running sum behind them: starting a block is then `n += 1`, and
@@ -372,6 +379,7 @@ ax.set(xticks=range(6), xticklabels=["embedding", "0-2", "3-5", "6-8", "9-11", "
 fig.colorbar(image, label="mean weight")
 plt.show()
 
+
 # %% [markdown]
 # ## 3.2.6 Four wrong walks
 #
@@ -438,6 +446,7 @@ width = 7168
 print(f"sources of one token: {9 * width * 4:,} bytes; of a chunk of 64: {64 * 9 * width * 4 / 1e6:.1f} MB, and nothing of it outlives the pass")
 print(f"weights: {(4 * 93 + 2) * width * 2 / 1e6:.1f} MB in bf16, of a trunk of 108,812 MB")
 print(f"arithmetic: {sum(counts) * 3 * width / 1e6:.0f} M multiply-adds a token (two dot products and a sum for each source read)")
+
 
 # %% [markdown]
 # ## 3.2.8 Make it fast

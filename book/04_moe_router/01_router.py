@@ -4,7 +4,7 @@
 # Before K3 reads any routed expert, its router picks the 16 of 896 that a token needs: 1.8% of the experts are read.
 # At the end you can write that choice down exactly, ties included, and show six wrong versions that still look like a router.
 #
-# [3.2 Residuals](../03_mla/02_residual.ipynb) · [contents](../README.md) · next: [4.2 Latent experts](02_moe.ipynb)
+# [3.2 Block attention residuals: a layer chooses its depth](../03_mla/02_residual.ipynb) · [contents](../README.md) · [4.2 Latent experts: sixteen in half the width, two that always speak](02_moe.ipynb)
 #
 # | symbol | meaning | shape in K3 | in code |
 # |---|---|---|---|
@@ -31,14 +31,16 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 # %% tags=["export"]
 import numpy as np
 from numba import njit
+from k3lib.simd import KERNEL
+from k3lib.functions import sigmoid
 
-from k3lib.linear import KERNEL, sigmoid
-
+# %% tags=["export"]
 _ZERO, _TINY = np.float32(0), np.float32(1e-20)
 
 # %% tags=["parameters"]
 seed = 4
 tokens = 1024  # for the load experiment of 4.1.5
+
 
 # %% [markdown]
 # ## 4.1.1 By hand: the two best scores lose
@@ -83,6 +85,7 @@ hand_bias = np.array([.3, 0, .6, 0], np.float32)
 for k in (2, 3):
     ids, weights = route_reference(hand_logits, hand_bias, k, 1.0)
     print(f"k = {k}: ids {ids[0].tolist()}, weights {[f'{w:.4f}' for w in weights[0]]}")
+
 
 # %% [markdown]
 # Why a bias at all? The name says *correction*, and the DeepSeek-V3 report (§2.1.2), whose router has the same form, nudges
@@ -171,6 +174,7 @@ steps = [route(logits[t:t + 1], bias, 16, 1.0) for t in range(len(logits))]
 same = all(a.tobytes() == np.concatenate(b).tobytes() for a, b in zip(whole, zip(*steps)))
 assert same
 print("chunk and single steps, byte for byte:", same)
+
 
 # %% [markdown]
 # ## 4.1.4 Six routers that still print fluent text
@@ -289,6 +293,7 @@ entered = [sum(i < 16 or row[i] > np.partition(row[:i], -16)[-16] for i in range
 print(f"entries into the list, of 896: expected {expected:.0f}, in the fixture {np.mean(entered):.0f} a token")
 assert abs(np.mean(entered) - expected) < 10
 
+
 # %% [markdown]
 # Each rung of the ladder passes the fixture before it is timed. Its memory is what it writes besides the result: the score table,
 # its sum with the bias and the permutation, or sixteen numbers.
@@ -329,6 +334,7 @@ for arguments in ((bad, bias, 16, 1.0), (logits, bias[:-1], 16, 1.0), (logits, b
         route(*arguments)
     except ValueError as error:
         print(error)
+
 
 # %% [markdown]
 # The released code computes the logits in float32 whatever the activations are. Rounding them to bf16, eight bits of mantissa,

@@ -4,7 +4,7 @@
 # K3 keeps 93% of its bytes in experts that work on a 3,584-wide shadow of the 7,168-wide hidden state. At the end you can run one
 # such layer from packed weights, fetch each expert once for a whole chunk, and get the same bytes in whatever order they arrive.
 #
-# [4.1 The router](01_router.ipynb) · [contents](../README.md) · next: [5.1 The config](../05_streaming/01_config.ipynb)
+# [4.1 The router: sixteen of 896, steered by a bias](01_router.ipynb) · [contents](../README.md) · [5.1 What depends on the operating system](../05_streaming/01_system.ipynb)
 #
 # | symbol | meaning | shape in K3 | in code |
 # |---|---|---|---|
@@ -30,7 +30,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from safetensors.numpy import load_file
 
-from k3lib.linear import Rows
+from k3lib.linear import ResidentMatrix
 from k3lib.mxfp4 import decode
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
@@ -38,14 +38,15 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 
 # %% tags=["export"]
 from typing import NamedTuple
-
 import numpy as np
 from numba import get_num_threads, njit
-
-from k3lib.linear import KERNEL, NotFinite, check_product, fma, linear, rms_norm, sigmoid, tanh
-from k3lib.mxfp4 import GROUP, check_fit, halved, mxfp4_rows
+from k3lib.mxfp4 import GROUP
+from k3lib.simd import KERNEL, fma
+from k3lib.matmul import NotFinite, check_fit, check_product, deinterleaved, linear, mxfp4_rows
+from k3lib.functions import rms_norm, sigmoid, tanh
 from k3lib.router import route
 
+# %% tags=["export"]
 _ZERO = np.float32(0)
 
 # %% tags=["parameters"]
@@ -58,7 +59,7 @@ latent, intermediate = 3584, 3072  # of the expert that is timed in 4.2.7: K3's 
 # SiTU at two friendly points: the gate $4\,\mathrm{artanh}\,\tfrac12 = 2\ln 3$ and the up value $25\,\mathrm{artanh}\,\tfrac12$. The capped gate is
 # $4 \cdot \tfrac12 = 2$, the sigmoid of $2 \ln 3$ is 0.9, the capped up value is $25 \cdot \tfrac12$; together $2 \cdot 0.9 \cdot 12.5 = 22.5$.
 #
-# Two experts answer $(3, 0)$ and $(0, 1)$, each with weight ½. The sum is $(1.5, 0.5)$, its root mean square $\sqrt{1.25}$, so the norm
+# Two experts answer $(3, 0)$ and $(0, 1)$, each with weight ½. The sum is $(5.23, 0.5)$, its root mean square $\sqrt{1.25}$, so the norm
 # gives $(1.342, 0.447)$. Norming each answer first would give $(0.707, 0.707)$: that one of them spoke three times louder is forgotten.
 
 # %%
@@ -71,6 +72,7 @@ def rms64(v, eps=0.):
 
 print("norm of the sum ", [f"{v:.3f}" for v in rms64(half @ answers)])
 print("norm per expert ", [f"{v:.3f}" for v in half @ rms64(answers)])
+
 
 # %% [markdown]
 # ## 4.2.2 SiTU: SiLU with a ceiling
@@ -178,9 +180,9 @@ def dense_mlp(W, x, beta, linear_beta, prefix=""):
 
 # %%
 moe = load_file(ROOT / "fixtures/ops/latent_moe.safetensors")
-W = {n: Rows(moe[n]) if moe[n].ndim == 2 else moe[n]
+W = {n: ResidentMatrix(moe[n]) if moe[n].ndim == 2 else moe[n]
      for n in ("gate", "e_score_correction_bias", "routed_expert_down_proj", "routed_expert_norm", "routed_expert_up_proj")}
-W |= {f"shared_experts.{n}": Rows(moe[f"shared_{n}"]) for n in DENSE_ORDER}
+W |= {f"shared_experts.{n}": ResidentMatrix(moe[f"shared_{n}"]) for n in DENSE_ORDER}
 
 
 def mlp64(x):
@@ -193,13 +195,14 @@ expected = mlp64(moe["x"][0].astype(np.float64))
 assert np.abs(shared - expected).max() < 1e-5 * np.abs(expected).max()
 print("shared path against float64, within 1e-5:", True)
 
+
 # %% [markdown]
 # ## 4.2.4 One routed expert, never unpacked
 #
 # An expert is six byte arrays. Its products run on the packed form of 1.2: unpacked to float32 it would be 7.5 times as large,
 # and would have to be written and read again for every token that wants it.
 #
-# An expert is asked for two things only, its width and the product of one of its matrices. One that is still on its way from the disk (5.4)
+# An expert is asked for two things only, its width and the product of one of its matrices. One that is still on its way from the disk (5.16)
 # can answer both. Each product runs on the thread that asks: there are sixteen experts a layer to share among the threads.
 
 # %% tags=["export"]
@@ -231,12 +234,12 @@ def expert_mlp(expert, z, beta, linear_beta, out):
     `expert`: an Expert, or what has its .width and .multiply. No weight is unpacked in memory. Raises NotFinite naming w1, w2 or w3.
     """
     gate, up, hidden = np.empty((3, len(z), expert.width), np.float32)
-    halves = halved(z)
+    halves = deinterleaved(z)
     expert.multiply("w1", halves, gate)
     check_product(gate, z, matrix="w1")  # before the nonlinearity: tanh makes an innocent 1 of infinity
     expert.multiply("w3", halves, up)
     check_product(up, z, matrix="w3")
-    expert.multiply("w2", halved(situ_glu(gate, up, beta, linear_beta, hidden)), out)
+    expert.multiply("w2", deinterleaved(situ_glu(gate, up, beta, linear_beta, hidden)), out)
     check_product(out, hidden, matrix="w2")
     return out
 
@@ -280,6 +283,7 @@ for order in permutations(range(3)):
     sums.add(u.tobytes())
 print(f"added as they arrive: {len(sums)} different results from 6 orders")
 assert len(sums) > 1
+
 
 # %% [markdown]
 # So an answer is kept until all are there, and the sum runs in rank order. The (token, rank) pairs of a chunk are sorted by
@@ -370,6 +374,7 @@ cuts = {b"".join(run(t, min(t + size, 23)).tobytes() for t in range(0, 23, size)
 assert orders == cuts == {whole}
 print("10 shuffled arrivals and 3 ways to cut 23 tokens: different results", len(orders | cuts))
 
+
 # %% [markdown]
 # An expert that never comes, or one that nobody asked for, must not become a quieter token.
 
@@ -436,6 +441,7 @@ for case, (suffix, scale) in cases.items():
     print(f"{case}: experts {np.sort(seen[0][0]).tolist()}, output within 1e-5: {off < 1e-5}")
     assert off < 1e-5 and np.array_equal(np.sort(seen[0][0]), moe["ids" + suffix])
 
+
 # %% [markdown]
 # The fixture comes twice: *plain*, and *quiet*, where the experts whisper (small `w2` scales) and the scaling factor is 2.5. The norm
 # divides any common factor of the weights away, unless the sum is so small that `eps` counts. Only there can a wrong factor be seen.
@@ -475,6 +481,7 @@ mistakes = ("norm per expert", "no norm", "norm after the up-projection", "norm 
             "not renormalised", "scaling factor dropped", "shared experts scaled too", "shared experts dropped",
             "bias left in the weights", "bias ignored")
 
+
 # %%
 def off(case, wrong=None):
     "Largest difference from the fixture, relative to its largest magnitude."
@@ -503,6 +510,7 @@ ax.set_yticks(rows, mistakes)
 ax.invert_yaxis()
 ax.legend(loc="upper right")
 plt.show()
+
 
 # %% [markdown]
 # ## 4.2.7 Make it fast
@@ -545,6 +553,7 @@ for name, found in (("numpy", situ_numpy(gate, up)), ("kernel", situ_glu(gate, u
 for name, f in (("numpy, float32", lambda: situ_numpy(gate, up)), ("kernel, over its own input", in_place),
                 ("kernel, into a third buffer", lambda: situ_glu(gate, up, 4, 25, out))):
     print(f"{name:28} {seconds(f, 100) / 6144 * 1e9:5.1f} ns a channel")
+
 
 # %% [markdown]
 # The second is an expert of K3's own shape that eight tokens of a chunk chose. What matters is how often its bytes go by.

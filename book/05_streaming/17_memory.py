@@ -1,0 +1,127 @@
+# %% [markdown]
+# # 5.17 What a process has, and what it may still have
+#
+# [5.16 Experts: fetched when the router has spoken](16_experts.ipynb) · [contents](../README.md) · [5.18 The dial: bytes to plan](18_plan.ipynb)
+
+# %% [markdown]
+# ## 5.17.1 A budget is text until it is bytes
+#
+# Sizes carry their unit. `8GB` is $8\cdot10^9$ bytes, `8GiB` is $2^{33}$; anything else is refused before a file is opened.
+
+# %% tags=["export"]
+import re
+from pathlib import Path
+from k3lib.fileio import UsageError
+
+# %% tags=["export"]
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_size(text):
+    "Bytes of '8GB' (8e9), '8GiB' (2^33), '900MB' or a whole number. Raises UsageError."
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    if not match or match[2].upper() not in UNITS:
+        raise UsageError(f"{text!r} is not a size: write it like 8GB (8e9 bytes) or 8GiB (2^33)")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def shown_size(n):
+    "A number of bytes with a unit: 17.5 MB."
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if abs(n) >= size:
+            return f"{n / size:.{2 if unit in ('GB', 'TB') else 1}f} {unit}"
+    return f"{n} B"
+
+
+# %%
+print(parse_size("8GB"), parse_size("8GiB"), parse_size("900 MB"), shown_size(1_446_456_066_048))
+for text in ("lots", "-1GB", "8 gigs"):
+    try:
+        parse_size(text)
+    except UsageError as error:
+        print("refused:", error)
+
+
+# %% [markdown]
+# ## 5.17.2 What a process has, and what it may still have
+#
+# Three numbers matter: resident now, the peak so far, and what can still be had. The peak is `VmHWM`, a high-water mark of this
+# process's own pages; `ru_maxrss` starts from the peak of whoever forked it. Free memory is the machine's, or the cgroup's
+# where a container allows less, whichever of the nested limits is the tightest.
+
+# %% tags=["export"]
+def status_bytes(field):
+    "A field of /proc/self/status in bytes, or None where there is no /proc."
+    try:
+        with open("/proc/self/status") as lines:
+            return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":")), None)
+    except OSError:
+        return None
+
+
+def resident_bytes():
+    "Bytes of this process in memory now, or None where the system does not tell."
+    return status_bytes("VmRSS")
+
+
+def peak_bytes():
+    "The most bytes this process has had in memory, or None. VmHWM: ru_maxrss would count what a forking parent had."
+    return status_bytes("VmHWM")
+
+
+def read_call_bytes():
+    "Bytes this process has been given by read calls, as the kernel counts them (rchar), or None where it does not."
+    try:
+        with open("/proc/self/io") as lines:
+            return next(int(line.split()[1]) for line in lines if line.startswith("rchar:"))
+    except OSError:
+        return None
+
+
+def available_bytes():
+    "Bytes this process can still have: what the machine has free, or its cgroup if that is less; None where the system does not tell."
+    try:
+        with open("/proc/meminfo") as lines:
+            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except OSError:
+        return None
+    return min([free, *cgroup_free()])
+
+
+# Per version: where the memory controller's folders begin, and the files for limit, usage and, in memory.stat, cold page cache.
+CGROUPS = {
+    1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("", "memory.max", "memory.current", "inactive_file"),
+}
+
+
+def cgroup_free(membership="/proc/self/cgroup", root="/sys/fs/cgroup"):
+    """Free bytes of each memory cgroup the process is in, the enclosing ones included, as far as they have a limit.
+
+    Page cache that nobody has used lately counts as free: the kernel drops it before it refuses memory.
+    """
+    try:
+        lines = Path(membership).read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, limit_file, usage_file, cold = CGROUPS[1 if controllers else 2]
+        folder = Path(root, top, path.lstrip("/"))
+        for group in (folder, *folder.parents):
+            try:
+                limit, usage = ((group / name).read_text().strip() for name in (limit_file, usage_file))
+                stat = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
+            except OSError:
+                limit = "max"
+            if limit != "max":
+                yield int(limit) - int(usage) + int(stat.get(cold, 0))
+            if group == Path(root, top):
+                break
+
+
+# %% tags=["nbval-ignore-output"]
+for what, n in (("resident", resident_bytes()), ("peak", peak_bytes()), ("available", available_bytes())):
+    print(f"{what:<10}", "not told" if n is None else shown_size(n))
