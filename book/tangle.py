@@ -179,7 +179,7 @@ def module(source, made, texts):
     listing = textwrap.fill(", ".join(f'"{n}"' for n in public), 116, initial_indent="    ", subsequent_indent="    ")
     # until the cache of machine code looks at all sources itself: numba's looks at one file's time and size only
     built_on = "".join(f"# built on {other} {hashlib.sha256(texts[other].encode()).hexdigest()[:12]}\n"
-                       for other in dict.fromkeys(other for other, _ in book_imports(tree)) if other in texts)
+                       for other in dict.fromkeys(other for other, _ in book_imports(tree)) if other in texts and "njit(" in body)
     text = (f'"""{title}\n\nMade from {place(source)}: edit that, then run `make export`.\n"""\n\n'
             f"{built_on}{body}\n\n\n__all__ = [\n{listing},\n]\n")
     return text, set(public), [f"{place(source)} {wrong}" for wrong in wrong_imports(tree, made)]
