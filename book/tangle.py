@@ -353,7 +353,7 @@ def graph(form):
         print("}")
     else:
         for name in order:
-            print(f"{code_lines(read(PACKAGE / f'{name}.py')):5}  {name:14} {' '.join(edges[name])}")
+            print(f"{code_lines(read(PACKAGE / f'{name}.py')):5}  {name:14} {' '.join(edges[name])}".rstrip())
         print("".join(f"over its bound: {sentence}\n" for sentence in long_ones()), end="")
         print(f"{len(order)} modules, {sum(map(len, edges.values()))} arrows, {len(backward)} of them backward")
     sys.exit("\n".join(backward) if backward else 0)
@@ -367,18 +367,22 @@ def reach(edges, name):
     return found
 
 
-def main():
+def main(arguments=None):
+    "The command line. Ends the process with a text on stderr and exit code 1 where something is stale or refused."
     args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     args.add_argument("--run", metavar="TEXT", help="execute chapters whose path contains TEXT, or `all`")
     args.add_argument("--tidy", action="store_true", help="undo what Jupyter's save adds")
     args.add_argument("--check", action="store_true", help="change nothing, name what is stale")
     args.add_argument("--graph", nargs="?", const="text", choices=("text", "dot"), help="print the import graph")
-    args = args.parse_args()
+    args = args.parse_args(arguments)
     if args.graph:
         graph(args.graph)
     if args.tidy:
         tidy()
-    texts, wrong = modules()
+    try:
+        texts, wrong = modules()
+    except Refused as refused:
+        sys.exit(str(refused))
     if args.check:
         stale = list(check(texts))
         commands = dict.fromkeys(f"run: {command}" for _, command in stale)
@@ -395,7 +399,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except Refused as refused:
-        sys.exit(str(refused))
+    main()
