@@ -60,7 +60,7 @@ def test_installed_read_only_entries_go_to_the_users_folder(package):
     assert run(package, HOME=str(package)) == ("20 kept", "")
 
 
-@pytest.mark.parametrize("env", [{"HOME": "/dev/null"}, {"NUMBA_CACHE_DIR": "/dev/null/cache"}], ids=["no home", "no folder"])
+@pytest.mark.parametrize("env", [{"HOME": "/dev/null"}, {"NUMBA_CACHE_DIR": "/dev/null/cache"}], ids=str)
 def test_no_folder_can_be_written(package, env):
     (package / "k3lib" / "__pycache__").write_text("a file, so no folder")
     answer, text = run(package, **env)
@@ -69,7 +69,7 @@ def test_no_folder_can_be_written(package, env):
 
 
 def test_a_full_disk_leaves_nothing_half_written(package):
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)); import sys; sys.dont_write_bytecode = 1; "
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (999, 999)); sys.dont_write_bytecode = 1; "
     answer, text = run(package, limit + CALL, NUMBA_CACHE_DIR=str(package / "cache"))
     assert answer == "20 compiled" and text.count("\n") == 1 and "File too large" in text
     assert list((package / "cache").iterdir()) == []
@@ -85,7 +85,8 @@ def test_entries_do_not_pile_up(package):
 
 def test_a_notebook_runs_the_kernel_that_its_cells_show(package):
     def answer(leaf):
-        cells = ["from k3lib.kernel_cache import inner, kernel", leaf.split("\n\n\n")[1], CALLER.split("\n\n\n")[1], "root(1)"]
+        functions = [module.split("\n\n\n")[1] for module in (leaf, CALLER)]
+        cells = ["from k3lib.kernel_cache import inner, kernel", *functions, "root(1)"]
         nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
         NotebookClient(nb, kernel_name="python3", resources={"metadata": {"path": ROOT}}).execute()
         return nb.cells[-1].outputs[0]["data"]["text/plain"]
