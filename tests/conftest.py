@@ -1,4 +1,5 @@
-"What all tests share: property tests that are the same on every run and every machine, plans that a test before cannot move, small work spread."
+"What pytest does for all tests: the kernel cache, samples of large grids unless `--all` is given, and fixtures that hold still what would move."
+import common  # noqa: F401 first: it names numba's cache before k3lib imports numba
 import pytest
 from hypothesis import settings
 
@@ -7,6 +8,27 @@ from k3lib import memory, parallel
 # a failure seen once is seen again, and none comes by chance
 settings.register_profile("book", derandomize=True, deadline=None)
 settings.load_profile("book")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="run every case of the large grids, instead of a sample that holds each kind of case")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "large: a case of a large grid that only `--all` runs")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--all"):
+        left_out = [item for item in items if item.get_closest_marker("large")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("large")]
+
+
+@pytest.fixture(scope="session")
+def everything(request):
+    "True if every case of the large grids is to run: a test that loops over a grid itself asks this."
+    return request.config.getoption("--all")
 
 
 @pytest.fixture
