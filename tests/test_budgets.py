@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from common import FIXTURES, MODEL
 from test_synth import rewritten
 
 import k3lib
@@ -24,10 +25,6 @@ from k3lib.disk import ITEMSIZE
 resource = pytest.importorskip("resource")
 pytestmark = pytest.mark.skipif(memory.peak_bytes() is None, reason="this system does not tell a process its peak")
 TWO = {**os.environ, "NUMBA_NUM_THREADS": "2"}  # also where there is one core, and no more threads where there are many
-ROOT = Path(__file__).parents[1]
-MODEL = ROOT / "fixtures" / "oracle13" / "model"
-
-
 class Run:
     "One `k3 decode` in a process of its own: its logits as bytes, its report, and what it said."
 
@@ -217,7 +214,7 @@ class Released:
 
 @pytest.fixture(scope="module")
 def released():
-    config = read_config(ROOT / "fixtures" / "k3")
+    config = read_config(FIXTURES / "k3")
     return config, Released(config)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from common import MODEL, least
 
 import k3lib
 from k3lib import plan
@@ -23,7 +24,6 @@ from k3lib.matmul import mxfp4_matmul
 from k3lib.residual import mix
 from k3lib.tensors import is_matrix
 
-MODEL = Path(__file__).parents[1] / "fixtures" / "oracle13" / "model"
 TOKEN = 5
 BAD = (np.inf, -np.inf, np.nan)
 
@@ -37,12 +37,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def checkpoint(folder):
     return Checkpoint(folder)
-
-
-def least(folder):
-    with pytest.raises(plan.PlanError) as refused:
-        k3lib.load(folder, 1, context=32)
-    return refused.value.least
 
 
 @pytest.fixture(scope="module")

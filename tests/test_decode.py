@@ -1,10 +1,10 @@
 "Plan, memory accounting, sizes: what the last chapter promises before a token is decoded."
 import dataclasses
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
+from common import MODEL, least
 from small import write
 
 import k3lib
@@ -13,15 +13,6 @@ from k3lib.checkpoint import Checkpoint
 from k3lib.fileio import CheckpointError
 from k3lib.config import read_config
 from k3lib.fileio import UsageError
-
-MODEL = Path(__file__).parents[1] / "fixtures" / "oracle13" / "model"
-
-
-def least():
-    "The smallest budget for the embedded model in this process, now."
-    with pytest.raises(plan.PlanError) as refused:
-        plan.make_plan(read_config(MODEL), Checkpoint(MODEL), 1, 32)
-    return refused.value.least
 
 
 @pytest.mark.parametrize("text, value", [("8GB", 8 * 10**9), ("8GiB", 8 * 2**30), ("900MB", 9 * 10**8), ("1.5 GB", 15 * 10**8), (12345, 12345), ("2kb", 2000)])

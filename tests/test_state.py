@@ -7,18 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from common import MODEL, least
 from safetensors import safe_open
 from small import write
 
 import k3lib
 from k3lib import checkpoint
-from k3lib import engine, plan
+from k3lib import engine
 from k3lib import kda, model
 from k3lib.fileio import CheckpointError
 from k3lib.fileio import UsageError
 from k3lib.model import ABOUT, StateError
 
-MODEL = Path(__file__).parents[1] / "fixtures" / "oracle13" / "model"
 IDS, MORE = [304, 206, 32, 407, 493], [375, 224, 286]
 
 
@@ -44,15 +44,9 @@ def saved(model, tmp_path_factory):
     return file, after(model)
 
 
-def least():
-    with pytest.raises(plan.PlanError) as refused:
-        k3lib.load(MODEL, 1, context=8)
-    return refused.value.least
-
-
 def test_a_resumed_run_at_another_budget_context_and_number_of_threads(model, saved, tmp_path, steady):
     engine.pack_trunk(MODEL, tmp_path / "trunk")
-    for how in ({"ram": least() + 1_000_000, "context": 8, "threads": 1}, {"ram": "1GB", "context": 64, "trunk": tmp_path / "trunk"}):
+    for how in ({"ram": least(context=8) + 1_000_000, "context": 8, "threads": 1}, {"ram": "1GB", "context": 64, "trunk": tmp_path / "trunk"}):
         other = k3lib.load(MODEL, **how)
         other.prefill([1, 2, 3])
         other.load_state(saved[0])
@@ -266,5 +260,5 @@ def test_a_damaged_vector_ends_the_readers_too(monkeypatch, steady):
     before = threading.active_count()
     monkeypatch.setattr(kda, "kda_state", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        k3lib.load(MODEL, least() + 1_000_000, context=8)
+        k3lib.load(MODEL, least(context=8) + 1_000_000, context=8)
     assert threading.active_count() == before
