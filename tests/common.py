@@ -95,7 +95,7 @@ def digest(*arrays):
 
 def least(folder=MODEL, context=32):
     "The smallest budget in bytes for the model in `folder`, in this process, now."
-    from k3lib.decode import PlanError
+    from k3lib.plan import PlanError
     with pytest.raises(PlanError) as refused:
         k3lib.load(folder, 1, context=context)
     return refused.value.least

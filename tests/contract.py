@@ -39,8 +39,8 @@ def model(threads):
 def main(names):
     import numba
 
-    from k3lib import mxfp4
-    mxfp4.WORTH = 0  # all threads work, however little there is to do
+    from k3lib import parallel
+    parallel.MIN_PARALLEL_MACS = 0  # all threads work, however little there is to do
     for threads in range(1, min(2, numba.config.NUMBA_NUM_THREADS) + 1):
         numba.set_num_threads(threads)
         found = {name: model(threads) if name == "model" else importlib.import_module(name).contract() for name in names}
