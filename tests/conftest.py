@@ -3,7 +3,7 @@ import common  # noqa: F401 first: it names numba's cache before k3lib imports n
 import pytest
 from hypothesis import settings
 
-from k3lib import memory, parallel
+from k3lib import parallel, plan
 
 # a failure seen once is seen again, and none comes by chance
 settings.register_profile("book", derandomize=True, deadline=None)
@@ -34,7 +34,7 @@ def everything(request):
 @pytest.fixture
 def steady(monkeypatch):
     "A process of 150 MB to every plan: a real one grows a little between asking for the least budget and spending it."
-    monkeypatch.setattr(memory, "resident_bytes", lambda: 150_000_000)
+    monkeypatch.setattr(plan, "resident_bytes", lambda: 150_000_000)
 
 
 @pytest.fixture

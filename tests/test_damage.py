@@ -148,7 +148,7 @@ def test_a_scale_of_255(folder, streaming, checkpoint, ram):
         with damaged(scale, row * scale.shape[1] + group, b"\xff"):
             said = complaint(model)
         model.close()
-        assert f"{scale.file}: {EXPERT.format(L, e, matrix, 'scale')}, row {row}, column {group}: E8M0 scale 255" in said
+        assert f"{scale.file}: {EXPERT_NAME.format(L, e, matrix, 'scale')}, row {row}, column {group}: E8M0 scale 255" in said
 
 
 def test_an_expert_that_is_not_chosen_and_a_row_that_is_not_read_harm_nobody(streaming, checkpoint):

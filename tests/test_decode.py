@@ -71,10 +71,10 @@ def test_a_plan_never_exceeds_its_budget_and_more_pins_more(steady):
     floor = least() + 2_000_000
     shares = []
     for extra in range(0, 12_000_000, 1_000_000):
-        plan = plan.make_plan(config, checkpoint, floor + extra, 32)
-        assert plan.total <= floor + extra
-        shares.append(plan.pinned_bytes)
-    assert shares == sorted(shares) and shares[0] < shares[-1] == plan.trunk_bytes
+        found = plan.make_plan(config, checkpoint, floor + extra, 32)
+        assert found.total <= floor + extra
+        shares.append(found.pinned_bytes)
+    assert shares == sorted(shares) and shares[0] < shares[-1] == found.trunk_bytes
 
 
 def test_a_longer_context_costs_the_latent_cache_alone():

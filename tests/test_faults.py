@@ -5,7 +5,7 @@ from collections import Counter
 import faults
 import pytest
 
-from k3lib import checkpoint, cli, fileio, header, matmul, tensors
+from k3lib import checkpoint, cli, engine, fileio, matmul
 
 CASES = list(faults.cases())
 
@@ -34,13 +34,14 @@ def test_the_cases_are_many_and_the_same_again():
 
 def without_places(text, data_bytes, where):
     "parse_header that believes every place."
-    return [header._entry(where, name, e) for name, e in fileio.json_object(text, where).items() if name != "__metadata__"]
+    entries = fileio.json_object(text, where)
+    return [(name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in entries.items() if name != "__metadata__"]
 
 
 @pytest.mark.parametrize("group, breaks, outcome", [
-    ("extents", [(header, "parse_header", without_places), (header, "quick_header", lambda *_: None)], None),
+    ("extents", [(checkpoint, "parse_header", without_places), (checkpoint, "quick_header", lambda *_: None)], None),
     ("index", [(checkpoint, "check_index", lambda checkpoint: None)], faults.SAME),
-    ("held tensors", [(tensors, "check_tensors", lambda config, checkpoint: None)], faults.SAME),
+    ("held tensors", [(engine, "check_tensors", lambda config, checkpoint: None)], faults.SAME),
     ("config values", [(cli, "_exit_code", lambda error: 1)], faults.REFUSED),
     ("shard files", [(fileio.CheckpointError, "__str__", lambda error: "a file is damaged")], faults.REFUSED),
     ("payload bytes", [(cli, "_verify", lambda args: None)], faults.SAME),
