@@ -30,19 +30,21 @@ TOLERANCE = 1e-5  # of the largest magnitude: at least ten times what float32 di
 
 
 def kernel_cache():
-    "The folder of compiled kernels for the package as it is now. Folders for other texts of the package are removed."
+    "The folder of compiled kernels for the package as it is now. The five that were made last are kept."
     package = Path(k3lib.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(package.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     folder = package / "__pycache__" / "tests" / digest.hexdigest()[:16]
-    for other in folder.parent.glob("*"):
-        if other != folder:
-            shutil.rmtree(other, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in sorted(folder.parent.iterdir(), key=os.path.getmtime)[:-5]:
+        if old != folder:
+            shutil.rmtree(old, ignore_errors=True)
     return folder
 
 
-os.environ.setdefault("NUMBA_CACHE_DIR", str(kernel_cache()))
+if os.access(Path(k3lib.__file__).parent, os.W_OK):
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(kernel_cache()))
 
 
 # Comparisons
