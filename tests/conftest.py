@@ -18,7 +18,12 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "large: a case of a large grid that only `--all` runs")
 
 
+# Files of few and long tests come first, so that the last worker to end has short ones.
+LONG = "test_budgets.py", "test_contract.py", "test_trunk.py", "test_experts.py", "test_failing_io.py", "test_faults.py", "test_checkpoint.py", "test_cli.py"
+
+
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
     if not config.getoption("--all"):
         left_out = [item for item in items if item.get_closest_marker("large")]
         config.hook.pytest_deselected(items=left_out)
