@@ -10,17 +10,21 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import test_linear
+import test_mxfp4
 from common import ROOT
 from numba.core.registry import cpu_target
 
 MODEL = "0e33c8adb6a79b6098051b71fdbc136bea025666aaa239efca7116cdc5819a70"  # of the logits of contract.IDS
 # What is None here is compared with this CPU and one thread: numpy draws its numbers, and another system's numpy may draw others.
 WRITTEN_DOWN = {
+    "test_mxfp4": test_mxfp4.WRITTEN_DOWN,
+    "test_linear": test_linear.WRITTEN_DOWN,
     "test_mla": None,
     "test_residual": None,
     "model": {f"chunks of {n}": MODEL for n in (1, 2, 3, 7, 10)} | {"4, then steps": MODEL, "each prefix anew": MODEL},
 }
-KERNELS = ["test_mla", "test_residual"]
+KERNELS = [name for name in WRITTEN_DOWN if name != "model"]
 
 
 def targets():
@@ -33,7 +37,6 @@ def targets():
 
 
 TARGETS = targets()
-THREADS = [1, pytest.param(2, marks=pytest.mark.skipif(os.cpu_count() < 2, reason="one core: there is no second thread to compare"))]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,7 @@ def found():
     "{CPU: (exit code, error, {threads: {name: {what: digest}}})}"
     def run(target):
         names, environment = target
-        done = subprocess.run([sys.executable, ROOT / "tests" / "contract.py", *names], capture_output=True, text=True, env={**os.environ, **environment})
+        done = subprocess.run([sys.executable, ROOT / "tests" / "contract.py", *names], capture_output=True, text=True, env={**os.environ, "NUMBA_NUM_THREADS": "2", **environment})
         rows = map(json.loads, done.stdout.splitlines())
         return done.returncode, done.stderr, {row["threads"]: row["found"] for row in rows}
 
@@ -49,7 +52,7 @@ def found():
         return dict(zip(TARGETS, pool.map(run, TARGETS.values())))
 
 
-@pytest.mark.parametrize("threads", THREADS)
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("cpu, name", [(cpu, name) for cpu, (names, _) in TARGETS.items() for name in names])
 def test_same_bytes(found, cpu, name, threads):
     code, error, rows = found[cpu]
