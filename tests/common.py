@@ -1,15 +1,8 @@
-"""What tests share: the embedded model, comparisons that name the place, the smallest budget, the command, samples of large grids.
-
-Importing this module points numba at a cache for the tests, before any test imports numba: a folder for each text of the
-package. Every process of a test run takes its kernels from that cache, so each kernel is compiled once for each CPU, and an
-edited package starts with an empty cache.
-"""
+"What tests share: the embedded model, comparisons that name the place, the smallest budget, the command, samples of large grids."
 import contextlib
 import hashlib
 import io
 import json
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,24 +20,6 @@ EXPECTED = json.loads((ORACLE / "expected.json").read_text())
 PROMPT = ",".join(map(str, EXPECTED["prompt_ids"]))
 
 TOLERANCE = 1e-5  # of the largest magnitude: at least ten times what float32 differs from float64 (fixtures/ops/README.md)
-
-
-def kernel_cache():
-    "The folder of compiled kernels for the package as it is now. The five that were made last are kept."
-    package = Path(k3lib.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(package.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    folder = package / "__pycache__" / "tests" / digest.hexdigest()[:16]
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in sorted(folder.parent.iterdir(), key=os.path.getmtime)[:-5]:
-        if old != folder:
-            shutil.rmtree(old, ignore_errors=True)
-    return folder
-
-
-if os.access(Path(k3lib.__file__).parent, os.W_OK):
-    os.environ.setdefault("NUMBA_CACHE_DIR", str(kernel_cache()))
 
 
 # Comparisons

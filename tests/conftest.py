@@ -1,5 +1,4 @@
-"What pytest does for all tests: the kernel cache, samples of large grids unless `--all` is given, and fixtures that hold still what would move."
-import common  # noqa: F401 first: it names numba's cache before k3lib imports numba
+"What pytest does for all tests: samples of large grids unless `--all` is given, and fixtures that hold still what would move."
 import pytest
 from hypothesis import settings
 
