@@ -1,6 +1,6 @@
 # On a bare machine with Python >= 3.11 and make:
 #   make decode    set up, then run the last notebook on the embedded model
-#   make test      the check, pytest over tests/, nbval over every notebook
+#   make test      the check, pytest over tests/, nbval over every notebook; `make test-all`: every case of large grids
 # After editing:
 #   make export    k3lib/*.py from the chapters (seconds)
 #   make check     is everything in sync, lint-free and typed? changes nothing (seconds)
@@ -14,8 +14,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 endif
 PY := $(BIN)/python
+NBVAL := $(PY) -m pytest --nbval --nbval-sanitize-with tests/nbval.cfg --nbval-kernel-name python3 book
 
-.PHONY: decode test check lint export tidy format graph book scale matrix bench bench-history faults clean
+.PHONY: decode test test-all check lint export tidy format graph book scale matrix bench bench-history faults clean
 
 decode: .venv/ready
 	mkdir -p out
@@ -24,7 +25,11 @@ decode: .venv/ready
 
 test: .venv/ready check
 	$(PY) -m pytest -rs tests
-	$(PY) -m pytest --nbval --nbval-sanitize-with tests/nbval.cfg --nbval-kernel-name python3 book
+	$(NBVAL)
+
+test-all: .venv/ready check
+	$(PY) -m pytest -rs --all tests
+	$(NBVAL)
 
 check: .venv/ready lint
 	$(PY) book/tangle.py --check
