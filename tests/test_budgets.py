@@ -15,12 +15,12 @@ from test_synth import rewritten
 
 import k3lib
 from k3lib import disk, engine, memory, plan
-from k3lib.checkpoint import Checkpoint, EXPERT_TENSORS, Extent
-from k3lib.header import header_bytes
+from k3lib.checkpoint import EXPERT_TENSORS, Checkpoint, Extent
 from k3lib.config import read_config
-from k3lib.fileio import UsageError
-from k3lib.synth import synth
 from k3lib.disk import ITEMSIZE
+from k3lib.fileio import UsageError
+from k3lib.header import header_bytes
+from k3lib.synth import synth
 
 resource = pytest.importorskip("resource")
 pytestmark = pytest.mark.skipif(memory.peak_bytes() is None, reason="this system does not tell a process its peak")

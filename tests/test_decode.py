@@ -10,9 +10,8 @@ from small import write
 import k3lib
 from k3lib import engine, memory, plan
 from k3lib.checkpoint import Checkpoint
-from k3lib.fileio import CheckpointError
 from k3lib.config import read_config
-from k3lib.fileio import UsageError
+from k3lib.fileio import CheckpointError, UsageError
 
 
 @pytest.mark.parametrize("text, value", [("8GB", 8 * 10**9), ("8GiB", 8 * 2**30), ("900MB", 9 * 10**8), ("1.5 GB", 15 * 10**8), (12345, 12345), ("2kb", 2000)])

@@ -21,7 +21,20 @@ from k3lib.checkpoint import Checkpoint
 from k3lib.config import global_tensors, read_config
 from k3lib.header import ITEMSIZE, header_bytes
 from k3lib.mxfp4 import decode
-from k3lib.synth import SynthError, draw, file_order, files, head_rows, live_experts, live_heads, plan_shard, runs, stream, synth, to_bf16
+from k3lib.synth import (
+    SynthError,
+    draw,
+    file_order,
+    files,
+    head_rows,
+    live_experts,
+    live_heads,
+    plan_shard,
+    runs,
+    stream,
+    synth,
+    to_bf16,
+)
 
 # full width in little: every kind of tensor, large enough to have holes
 THIN = dict(layers=4, experts=32, vocab=300, hidden_size=1024, intermediate_size=2048, moe_intermediate_size=256,
