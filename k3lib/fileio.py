@@ -49,7 +49,8 @@ def read_exactly(file: FileIO, view: bytearray | memoryview, offset: int, where:
     except (OSError, ValueError) as error:  # ValueError: the file was closed
         raise CheckpointError(f"{where}: reading {len(view):,} bytes at offset {offset:,} failed: {error}") from None
     if done < len(view):
-        raise CheckpointError(f"{where}: got {done:,} bytes at offset {offset:,}, expected {len(view):,}: the file ends there")
+        raise CheckpointError(f"{where}: got {done:,} bytes at offset {offset:,}, expected {len(view):,}: "
+                              "the file ends there")
 
 
 def _open(path: str | Path) -> FileIO:
@@ -137,7 +138,7 @@ Fingerprint = tuple[int, int, int, int]
 
 
 def fingerprint(status: os.stat_result) -> Fingerprint:
-    "(device, inode, bytes, time of the last write in ns) of an os.stat: they differ once a file is replaced or written to."
+    "(device, inode, bytes, time of the last write in ns) of an os.stat: another once a file is replaced or written to."
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 

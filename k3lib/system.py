@@ -58,7 +58,7 @@ def open_read(path: str | os.PathLike, direct: bool = False) -> int:
 
 
 def keep_uncached(fd: int) -> bool:
-    "Ask that reads of `fd` leave no pages in the page cache (macOS: F_NOCACHE). False where the system has no such switch."
+    "Ask that reads of `fd` leave no pages in the page cache (macOS: F_NOCACHE). False if there is no such switch."
     if not hasattr(fcntl, "F_NOCACHE"):
         return False
     try:
@@ -183,7 +183,7 @@ def read_call_bytes() -> int | None:
 
 
 def machine_free_bytes() -> int | None:
-    "Bytes the machine can still give: MemAvailable on Linux, else all its memory (an upper bound); None if it does not tell."
+    "Bytes the machine can still give: MemAvailable on Linux, else all its memory, an upper bound; None if not told."
     kibibytes = _proc_number("/proc/meminfo", "MemAvailable")
     if kibibytes is not None:
         return 1024 * kibibytes
@@ -213,7 +213,7 @@ def allow_open_files(more: int) -> None:
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(OSError, ValueError):  # a system's own bound below the hard limit: the open that fails will say so
+        with suppress(OSError, ValueError):  # the system's own bound is below the hard limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
@@ -226,8 +226,8 @@ def make_nonblocking(fd: int) -> None:
 def require_cpu(byteorder: str = sys.byteorder, bits: int = 64 if sys.maxsize > 2**32 else 32) -> None:
     "ImportError unless this Python runs on a 64-bit little-endian processor, the only kind the kernels are right on."
     if (byteorder, bits) != ("little", 64):
-        raise ImportError(f"k3lib needs a 64-bit little-endian processor, this Python runs on a {bits}-bit {byteorder}-endian "
-                          "one: its numbers would be wrong without an error")
+        raise ImportError("k3lib needs a 64-bit little-endian processor, this Python runs on a "
+                          f"{bits}-bit {byteorder}-endian one: its numbers would be wrong without an error")
 
 
 __all__ = [

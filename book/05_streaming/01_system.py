@@ -2,7 +2,8 @@
 # # 5.1 What depends on the operating system
 #
 # Everything else in this book is arithmetic and files, and runs wherever Python and numba do. This chapter holds the
-# exceptions. At the end you can say, for each call of the system that the engine uses, what happens where there is none.
+# exceptions. At the end you can say, for each call of the system that the engine uses, what happens where there is
+# none.
 #
 # [4.2 Latent experts: sixteen in half the width, two that always speak](../04_moe_router/02_moe.ipynb) ·
 # [contents](../README.md) ·
@@ -112,9 +113,9 @@ with path.open("rb", buffering=0) as file:
 # ## 5.1.2 Past the page cache
 #
 # A model of 1.56 TB would push everything else out of the page cache and gain nothing, since it comes round only once
-# a token. Linux opens a file with `O_DIRECT` and then moves whole pages between the disk and our buffer. macOS has a switch
-# for an open file, `F_NOCACHE`. Where a file had to be read through the cache, `posix_fadvise` drops the pages again.
-# Windows wants binary mode said aloud: without `O_BINARY` it would turn the bytes 13, 10 into one.
+# a token. Linux opens a file with `O_DIRECT` and then moves whole pages between the disk and our buffer. macOS has a
+# switch for an open file, `F_NOCACHE`. Where a file had to be read through the cache, `posix_fadvise` drops the pages
+# again. Windows wants binary mode said aloud: without `O_BINARY` it would turn the bytes 13, 10 into one.
 
 # %% tags=["export"]
 def has_direct() -> bool:
@@ -136,7 +137,7 @@ def open_read(path: str | os.PathLike, direct: bool = False) -> int:
 
 # %% tags=["export"]
 def keep_uncached(fd: int) -> bool:
-    "Ask that reads of `fd` leave no pages in the page cache (macOS: F_NOCACHE). False where the system has no such switch."
+    "Ask that reads of `fd` leave no pages in the page cache (macOS: F_NOCACHE). False if there is no such switch."
     if not hasattr(fcntl, "F_NOCACHE"):
         return False
     try:
@@ -176,8 +177,8 @@ with without(os, "O_DIRECT", "posix_fadvise"):
     forget_pages(fd, 0, 256), expect_sequential(fd), os.close(fd)
 
 # %% [markdown]
-# `O_DIRECT` also wants memory at a page boundary. `mmap` gives whole pages, zero, and takes none of the machine's memory
-# before they are written. Private pages need no file behind them; Windows has only its own kind.
+# `O_DIRECT` also wants memory at a page boundary. `mmap` gives whole pages, zero, and takes none of the machine's
+# memory before they are written. Private pages need no file behind them; Windows has only its own kind.
 
 # %% tags=["export"]
 def zero_pages(nbytes: int) -> mmap.mmap:
@@ -233,9 +234,9 @@ with sparse.open("rb") as file:
 # %% [markdown]
 # ## 5.1.4 A name that lasts
 #
-# `fsync` of a file puts its bytes on the disk, not its name: the name is in the folder, and the folder needs an `fsync` of
-# its own. A power cut in between leaves the bytes without a name. Windows opens no folders; there the file system's
-# journal has to do.
+# `fsync` of a file puts its bytes on the disk, not its name: the name is in the folder, and the folder needs an
+# `fsync` of its own. A power cut in between leaves the bytes without a name. Windows opens no folders; there the file
+# system's journal has to do.
 
 # %% tags=["export"]
 def sync_folder(folder: str | os.PathLike) -> None:
@@ -281,8 +282,8 @@ def trim_freed_memory() -> None:
 
 
 # %% [markdown]
-# Linux tells of a process in `/proc/self`. The peak is read there and not from `getrusage`, whose figure begins with what a
-# forking parent had. macOS has only the latter, counted in bytes; other systems count it in KiB.
+# Linux tells of a process in `/proc/self`. The peak is read there and not from `getrusage`, whose figure begins with
+# what a forking parent had. macOS has only the latter, counted in bytes; other systems count it in KiB.
 
 # %% tags=["export"]
 def _proc_number(path: str, field: str) -> int | None:
@@ -324,7 +325,7 @@ def read_call_bytes() -> int | None:
 
 # %% tags=["export"]
 def machine_free_bytes() -> int | None:
-    "Bytes the machine can still give: MemAvailable on Linux, else all its memory (an upper bound); None if it does not tell."
+    "Bytes the machine can still give: MemAvailable on Linux, else all its memory, an upper bound; None if not told."
     kibibytes = _proc_number("/proc/meminfo", "MemAvailable")
     if kibibytes is not None:
         return 1024 * kibibytes
@@ -365,13 +366,13 @@ def allow_open_files(more: int) -> None:
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(OSError, ValueError):  # a system's own bound below the hard limit: the open that fails will say so
+        with suppress(OSError, ValueError):  # the system's own bound is below the hard limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 # %% [markdown]
-# Python writes the number of a signal into a pipe, if it is told which, and wants that pipe never to block. Windows before
-# Python 3.12 has no `set_blocking`, and does not ask for it.
+# Python writes the number of a signal into a pipe, if it is told which, and wants that pipe never to block. Windows
+# before Python 3.12 has no `set_blocking`, and does not ask for it.
 
 # %% tags=["export"]
 def make_nonblocking(fd: int) -> None:
@@ -383,15 +384,16 @@ def make_nonblocking(fd: int) -> None:
 # %% [markdown]
 # ## 5.1.7 Which processors
 #
-# The weights are little-endian, and the kernels take their bytes as they lie in the file. On a big-endian processor every
-# number would be wrong and nothing would fail, so the package refuses to be imported there. Index arithmetic needs 64 bits.
+# The weights are little-endian, and the kernels take their bytes as they lie in the file. On a big-endian processor
+# every number would be wrong and nothing would fail, so the package refuses to be imported there. Index arithmetic
+# needs 64 bits.
 
 # %% tags=["export"]
 def require_cpu(byteorder: str = sys.byteorder, bits: int = 64 if sys.maxsize > 2**32 else 32) -> None:
     "ImportError unless this Python runs on a 64-bit little-endian processor, the only kind the kernels are right on."
     if (byteorder, bits) != ("little", 64):
-        raise ImportError(f"k3lib needs a 64-bit little-endian processor, this Python runs on a {bits}-bit {byteorder}-endian "
-                          "one: its numbers would be wrong without an error")
+        raise ImportError("k3lib needs a 64-bit little-endian processor, this Python runs on a "
+                          f"{bits}-bit {byteorder}-endian one: its numbers would be wrong without an error")
 
 
 # %%
@@ -406,7 +408,8 @@ scratch.cleanup()
 # ## 5.1.8 Summary
 #
 # - One function for each call that some system lacks, its fallback beside it, chosen when it is called.
-# - A missing call costs speed or the page cache, never a right answer; a processor that would cost the answer is refused.
+# - A missing call costs speed or the page cache, never a right answer; a processor that would cost the answer is
+#   refused.
 #
 # **Exercises.**
 # 1. Take the lock out of `pread`'s fallback and let four threads read one file. How soon does a wrong byte show?

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 5.2 Files read whole or refused, written whole or not at all
 #
-# A model is 1.56 TB in files that were downloaded for hours, and every one of them may be cut short, damaged or exchanged.
-# At the end of this chapter you can read a file so that no such fault passes for data, and write one so that a power cut
-# leaves the old file or the new, never half of either.
+# A model is 1.56 TB in files that were downloaded for hours, and every one of them may be cut short, damaged or
+# exchanged. At the end of this chapter you can read a file so that no such fault passes for data, and write one so
+# that a power cut leaves the old file or the new, never half of either.
 #
 # [5.1 What depends on the operating system](01_system.ipynb) · [contents](../README.md) ·
 # [5.3 A config that is believed, or refused](03_config.ipynb)
@@ -31,9 +31,10 @@ folder = Path(scratch.name)
 # %% [markdown]
 # ## 5.2.1 Three kinds of error
 #
-# Who runs the engine wants to know whether to repair the command, the download, or neither. So an error carries its exit
-# code: 2 for a request that cannot be served, 4 for weights that are missing or damaged, 1 for anything else. Later
-# chapters name their own kinds under these. A `UsageError` is a `ValueError` too, which Python's users expect of a bad argument.
+# Who runs the engine wants to know whether to repair the command, the download, or neither. So an error carries its
+# exit code: 2 for a request that cannot be served, 4 for weights that are missing or damaged, 1 for anything else.
+# Later chapters name their own kinds under these. A `UsageError` is a `ValueError` too, which Python's users expect
+# of a bad argument.
 
 # %% tags=["export"]
 class K3Error(Exception):
@@ -76,12 +77,13 @@ def read_exactly(file: FileIO, view: bytearray | memoryview, offset: int, where:
     except (OSError, ValueError) as error:  # ValueError: the file was closed
         raise CheckpointError(f"{where}: reading {len(view):,} bytes at offset {offset:,} failed: {error}") from None
     if done < len(view):
-        raise CheckpointError(f"{where}: got {done:,} bytes at offset {offset:,}, expected {len(view):,}: the file ends there")
+        raise CheckpointError(f"{where}: got {done:,} bytes at offset {offset:,}, expected {len(view):,}: "
+                              "the file ends there")
 
 
 # %% [markdown]
-# Opening has traps of its own. A pipe would wait for ever, a folder opens on some systems, and a broken link says no more
-# than "no such file". Links that lead somewhere are followed: the caches of model hubs are made of them.
+# Opening has traps of its own. A pipe would wait for ever, a folder opens on some systems, and a broken link says no
+# more than "no such file". Links that lead somewhere are followed: the caches of model hubs are made of them.
 
 # %% tags=["export"]
 def _open(path: str | Path) -> FileIO:
@@ -138,9 +140,10 @@ with open_shard(folder / "three") as file:
 # %% [markdown]
 # ## 5.2.3 JSON, read strictly
 #
-# Python's JSON reader is lenient where it matters: of two equal names it keeps the last, and it reads `NaN`. So each object
-# is checked for equal names as it closes. Nesting has a bound of its own: what Python parses at one depth of calls it may fail
-# to print at another. Headers (5.5), configs (5.3) and vocabularies (5.21) are read by the same function.
+# Python's JSON reader is lenient where it matters: of two equal names it keeps the last, and it reads `NaN`. So each
+# object is checked for equal names as it closes. Nesting has a bound of its own: what Python parses at one depth of
+# calls it may fail to print at another. Headers (5.5), configs (5.3) and vocabularies (5.21) are read by the same
+# function.
 
 # %% tags=["export"]
 DEPTH_MAX = 16  # lists and objects inside one another: a header has 3, a config 6
@@ -208,7 +211,7 @@ Fingerprint = tuple[int, int, int, int]
 
 
 def fingerprint(status: os.stat_result) -> Fingerprint:
-    "(device, inode, bytes, time of the last write in ns) of an os.stat: they differ once a file is replaced or written to."
+    "(device, inode, bytes, time of the last write in ns) of an os.stat: another once a file is replaced or written to."
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
@@ -221,8 +224,8 @@ assert fingerprint(os.stat(folder / "three")) != before, "equal bytes, another f
 # %% [markdown]
 # ## 5.2.5 Written whole
 #
-# A full disk is reported by Python without the name of the file, and sometimes only when the file is closed. `writing` adds
-# the name and the place.
+# A full disk is reported by Python without the name of the file, and sometimes only when the file is closed.
+# `writing` adds the name and the place.
 
 # %% tags=["export"]
 @contextmanager
@@ -241,9 +244,10 @@ def writing(path: str | Path) -> Iterator[BinaryIO]:
 
 
 # %% [markdown]
-# A reader must never meet half a file under its final name. So the bytes go to a hidden file beside it; when they are on
-# the disk, the name is given to them in one step, and the folder is synced because it holds the name (5.1.4). Between the
-# two a caller may compare what was written: the trunk's copy of 5.19 gets its name only if it equals the original.
+# A reader must never meet half a file under its final name. So the bytes go to a hidden file beside it; when they are
+# on the disk, the name is given to them in one step, and the folder is synced because it holds the name (5.1.4).
+# Between the two a caller may compare what was written: the trunk's copy of 5.19 gets its name only if it equals the
+# original.
 
 # %% tags=["export"]
 @contextmanager
@@ -300,4 +304,5 @@ scratch.cleanup()
 # **Exercises.**
 # 1. Leave out the `fsync` in `whole_file`. Which crash does it guard against, and why does no test here turn red?
 # 2. Two processes write the same path with `whole_file` at once. What can a reader find?
-# 3. Make a file of equal length and equal time of writing with other bytes. Which of the four numbers of `fingerprint` differs?
+# 3. Make a file of equal length and equal time of writing with other bytes. Which of the four numbers of
+#    `fingerprint` differs?
