@@ -173,7 +173,7 @@ def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=
     if on_plan is not None:
         on_plan(plan)
     with contextlib.ExitStack() as undo:  # whatever ends this half-way, Ctrl-C among them, ends the readers
-        files, read_before = Files(source.identities), read_call_bytes()
+        files, read_before = Files(source.fingerprints), read_call_bytes()
         undo.callback(files.close)
         weights = Trunk(source, walk, plan.pinned, row_multiples(config), files, part_of,
                         plan.slots, plan.slot_bytes, plan.readers, progress, READ_AHEAD, frozenset(filter(is_router, walk)))

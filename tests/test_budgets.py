@@ -15,12 +15,13 @@ from test_synth import rewritten
 
 import k3lib
 from k3lib import disk, engine, memory, plan
-from k3lib.checkpoint import EXPERT_TENSORS, Checkpoint, Extent
+from k3lib.checkpoint import Checkpoint
 from k3lib.config import read_config
 from k3lib.disk import ITEMSIZE
 from k3lib.fileio import UsageError
-from k3lib.header import header_bytes
+from k3lib.header import Extent, header_bytes
 from k3lib.synth import synth
+from k3lib.tensors import EXPERT_TENSORS, text_tensors
 
 resource = pytest.importorskip("resource")
 pytestmark = pytest.mark.skipif(memory.peak_bytes() is None, reason="this system does not tell a process its peak")
@@ -209,7 +210,7 @@ class Released:
 
     def __init__(self, config):
         self.extents = {}
-        for name, dtype, shape in config.tensors():
+        for name, dtype, shape in text_tensors(config):
             if ".experts." not in name or ".layers.1.block_sparse_moe.experts.0." in name:
                 self.extents[name] = Extent("", 8, math.prod(shape) * ITEMSIZE[dtype], dtype, shape)
 

@@ -53,7 +53,7 @@ def row_blocks(extent, multiple, slot_bytes, part):
 
 
 # %%
-from k3lib.checkpoint import Extent
+from k3lib.header import Extent
 
 q_proj = Extent("shard", 8, 12288 * 7168 * 2, "BF16", (12288, 7168))
 for kib in (256, 1024, 8192):

@@ -162,7 +162,7 @@ for row in measured["rows"]:
 # %% tags=["nbval-ignore-output"]
 C_FLOOR = 8.24e9
 one_gb = next(row["plan"]["parts"] for row in measured["rows"] if row["ram"] == 10**9)
-size = {name: math.prod(shape) * ITEMSIZE[dtype] for name, dtype, shape in K3.tensors() if ".experts." not in name}
+size = {name: math.prod(shape) * ITEMSIZE[dtype] for name, dtype, shape in text_tensors(K3) if ".experts." not in name}
 layer = max(sum(n for name, n in size.items() if f".layers.{L}." in name) for L in range(K3.num_hidden_layers))
 tables = sum(n for name, n in size.items() if "embed_tokens" in name or "lm_head" in name)
 ring, state = one_gb["ring of row blocks"], one_gb["KDA state"]
