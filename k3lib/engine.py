@@ -3,20 +3,6 @@
 Made from book/05_streaming/22_engine.py: edit that, then run `make export`.
 """
 
-# built on parallel 570cc841af45
-# built on system 10842c1a4afd
-# built on fileio 206331a93b99
-# built on config 73a7c753c2bf
-# built on tensors cc1cdc1e6d7f
-# built on checkpoint 135607065727
-# built on model fbe08df73bfe
-# built on disk eb2705bb6ebb
-# built on trunk ade1238e61e3
-# built on experts 7891b7be55f5
-# built on memory bccad6e80c57
-# built on plan 8aa1ab3affe8
-# built on pack b42b4c745888
-# built on tokenizer 798cb9fa75d3
 import contextlib
 import dataclasses
 import sys

@@ -3,8 +3,6 @@
 Made from book/05_streaming/10_layout.py: edit that, then run `make export`.
 """
 
-# built on moe b8a445422c7f
-# built on disk eb2705bb6ebb
 import math
 from typing import NamedTuple
 from k3lib.moe import Expert

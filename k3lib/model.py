@@ -3,15 +3,6 @@
 Made from book/05_streaming/08_model.py: edit that, then run `make export`.
 """
 
-# built on matmul 711b2dad5629
-# built on functions 167407ea1778
-# built on kda 783e8566cf7c
-# built on mla 724abaacd83d
-# built on residual e0f02fded47c
-# built on moe b8a445422c7f
-# built on fileio 206331a93b99
-# built on tensors cc1cdc1e6d7f
-# built on header 95af72a09a9a
 import contextlib
 import dataclasses
 import hashlib
