@@ -1064,8 +1064,8 @@ for ax, (title, found, bytes_each) in zip(axes, bars):
 plt.show()
 
 # %% [markdown]
-# `linear` can pass the dashed line: the plain sum that drew it leaves the asking to the hardware. For MXFP4 four rows
-# alone can even be a step back, and the best step is no arithmetic at all: asking for the next rows in time.
+# `linear` can pass the dashed line: the plain sum that drew it leaves the asking to the hardware. Among the packed
+# kernels the largest step is no arithmetic at all: asking for the next rows in time.
 #
 # What was tried and gave nothing: two rows at a time in place of four, two rows by four tokens (four loads of $x$ for
 # eight products, more than the second cache delivers), eight rows, and asking for scale bytes ahead too. With
