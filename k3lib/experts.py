@@ -7,9 +7,8 @@ import threading
 import time
 from collections import deque
 import numpy as np
-from k3lib.mxfp4 import GROUP
 from k3lib.parallel import CORES
-from k3lib.matmul import check_fit, mxfp4_rows
+from k3lib.matmul import check_packed, matmul_rows
 from k3lib.moe import Expert
 from k3lib.disk import PAGE, page_buffer, page_padded
 from k3lib.layout import expert_slot_bytes, scale_bytes, streaming_slot_bytes
@@ -71,7 +70,7 @@ class StreamingExpert:
         "As Expert's: out float32 [m, n] = x W^T for W one of w1, w2 and w3, on the calling thread, read piece by piece."
         packed, at = getattr(self.extents, name), getattr(self._places, name)
         scale, scale_at = getattr(self.extents, name + "_scale"), getattr(self._places, name + "_scale")
-        check_fit(packed, scale, (len(halves), GROUP * halves.shape[1]), out)
+        check_packed(packed, scale, halves.shape, out.shape)
         n, row = packed.shape
         piece, pieces = read_units(n, row)
         done = self.files.stream(packed, 0, "experts", pieces + 1, lambda descriptor, journal: stream_packed(
@@ -87,7 +86,7 @@ class StreamingExpert:
         for first in range(first, n, piece):
             place = place_in_slot.py_func(at, self.kept, packed.offset, packed.offset + first * row)
             rows = self._read(packed, first, min(piece, n - first), place)
-            self.files.multiply(rows.nbytes, mxfp4_rows, rows, scale[first:first + piece], halves, out, first)
+            self.files.multiply(rows.nbytes, matmul_rows, (rows, scale[first:first + piece]), halves, out, first)
 
     def _read(self, extent, first, rows, place):
         n, row = extent.shape

@@ -3,21 +3,18 @@
 Made from book/01_mxfp4/05_functions.py: edit that, then run `make export`.
 """
 
-# built on simd 82ba8ef1cec4
-# built on matmul da409453befe
 import numpy as np
-from numba import njit
-from k3lib.simd import INNER, KERNEL, float_bits, float_of_bits, fma
+
+from k3lib.kernel_cache import inner, kernel
 from k3lib.matmul import NotFinite, dot
+from k3lib.simd import float_bits, float_of_bits, fma
 
 
 _f = np.float32
-
-
 _ONE, _TWO, _ZERO = _f(1), _f(2), _f(0)
 
 
-@njit(**KERNEL)
+@kernel
 def rms_norm_row(x, weight, eps, out):
     "out = x * (mean(x^2) + eps)^-1/2 * weight for float32 [n]; `out` may be `x`. Returns the sum of squares."
     squares = dot(x, x)
@@ -27,7 +24,7 @@ def rms_norm_row(x, weight, eps, out):
     return squares
 
 
-@njit(**KERNEL)
+@kernel
 def _rms_norm(x, weight, eps, out):
     for t in range(x.shape[0]):
         if not rms_norm_row(x[t], weight, eps, out[t]) < np.inf:
@@ -35,10 +32,11 @@ def _rms_norm(x, weight, eps, out):
     return -1
 
 
-def rms_norm(x, weight, eps, out=None):
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray | None = None) -> np.ndarray:
     """float32 [T, n]: every row of `x` divided by its root mean square (eps inside the root), times `weight` [n].
 
-    Raises NotFinite where the sum of squares is infinite or NaN.
+    The result is `out` if that is given; it may be `x`. Raises ValueError where shapes do not fit, NotFinite where the
+    sum of squares is infinite or NaN.
     """
     if out is None:
         out = np.empty_like(x)
@@ -51,24 +49,14 @@ def rms_norm(x, weight, eps, out=None):
 
 
 _LOG2E, _LN2_HI, _LN2_LO = _f(1.44269504), _f(0.693145752), _f(1.42860677e-06)
-
-
 _ROUND = _f(1.5 * 2**23)  # adding and taking off this number rounds to an integer, and leaves it in the low bits
-
-
 _ROUND_BITS = int(np.float32(1.5 * 2**23).view(np.int32))
-
-
 _SIGN_BIT = np.int32(-2**31)
-
-
 _TAYLOR = tuple(_f(1 / d) for d in (5040, 720, 120, 24, 6, 2))
-
-
 _EXP_MAX, _EXP_MIN, _TANH_MAX = _f(89), _f(-104), _f(10)
 
 
-@njit(**INNER)
+@inner
 def _exp_parts(x):
     "(q, n) with e^x = 2^n (1 + q), |q| < 0.42: Cody-Waite reduction, then Taylor's series to r^7."
     shifted = fma(x, _LOG2E, _ROUND)
@@ -84,13 +72,13 @@ def _exp_parts(x):
     return fma(p * r, r, r), n
 
 
-@njit(**INNER)
+@inner
 def _power2(n):
     "2^n as float32 for -126 <= n <= 127."
     return float_of_bits(np.int32((n + np.int32(127)) << np.int32(23)))
 
 
-@njit(**KERNEL)
+@kernel
 def exp(x):
     "e^x, float32: 0 below -104, infinity above 88.72, NaN for NaN."
     c = x
@@ -103,7 +91,7 @@ def exp(x):
     return (_ONE + q) * _power2(half) * _power2(np.int32(n - half))
 
 
-@njit(**KERNEL)
+@kernel
 def sigmoid(x):
     "1 / (1 + e^-x), float32, from e^-|x| so that neither side overflows."
     e = exp(-abs(x))
@@ -111,9 +99,9 @@ def sigmoid(x):
     return top / (_ONE + e)
 
 
-@njit(**KERNEL)
+@kernel
 def tanh(x):
-    "tanh x, float32, as m / (m + 2) with m = e^2|x| - 1 kept apart from the 1, so that small x lose nothing; tanh(-0) is -0."
+    "tanh x, float32, as m / (m + 2) with m = e^2|x| - 1. The 1 is never added, so small x lose nothing; -0 stays -0."
     y = abs(x)
     if y > _TANH_MAX:
         y = _TANH_MAX

@@ -3,15 +3,11 @@
 Made from book/02_kda/01_kda.py: edit that, then run `make export`.
 """
 
-# built on simd 82ba8ef1cec4
-# built on parallel b466791e900b
-# built on matmul da409453befe
-# built on functions 81a78568089f
 from typing import NamedTuple
 import numpy as np
-from numba import njit
-from k3lib.simd import INNER, KERNEL, fma
-from k3lib.parallel import chunk_done, next_chunk, parallel_for, threads_for
+from k3lib.kernel_cache import inner, kernel
+from k3lib.simd import fma
+from k3lib.parallel import CORES, chunk_done, next_chunk, parallel_for, threads_for
 from k3lib.matmul import NotFinite, dot, linear
 from k3lib.functions import exp, rms_norm, sigmoid
 
@@ -28,7 +24,7 @@ def _fits(what, array, shape):
         raise ValueError(f"{what} has shape {array.shape}, expected {tuple(shape)}")
 
 
-@njit(**KERNEL)
+@kernel
 def _short_conv(x, weight, state, out):
     T, channels = x.shape
     kernel = weight.shape[2]
@@ -64,7 +60,7 @@ def short_conv(x, weight, state):
     return out
 
 
-@njit(**KERNEL)
+@kernel
 def _l2norm(x, out):
     for t in range(x.shape[0]):
         for h in range(x.shape[1]):
@@ -86,7 +82,7 @@ def l2norm(x):
     return out
 
 
-@njit(**KERNEL)
+@kernel
 def _kda_decay(z, A_log, dt_bias, lower_bound, out):
     low = np.float32(lower_bound)
     for t in range(z.shape[0]):
@@ -117,7 +113,7 @@ def kda_decay(z, A_log, dt_bias, lower_bound):
     return out
 
 
-@njit(**INNER)
+@inner
 def _recall_rows(S, alpha, k, first, out):
     "out += (diag(alpha) S)^T k, key rows from `first` on, one after another."
     for i in range(first, k.size):
@@ -126,7 +122,7 @@ def _recall_rows(S, alpha, k, first, out):
             out[j] = fma(a, S[i, j], out[j])
 
 
-@njit(**INNER)
+@inner
 def _correct_rows(S, alpha, k, delta, q, first, out):
     "S = diag(alpha) S + k delta^T, out += S^T q, key rows from `first` on, one after another."
     for i in range(first, k.size):
@@ -137,7 +133,7 @@ def _correct_rows(S, alpha, k, delta, q, first, out):
             out[j] = fma(c, s, out[j])
 
 
-@njit(**INNER)
+@inner
 def _recall(S, alpha, k, out):
     "out += (diag(alpha) S)^T k, four key rows a pass."
     i = 0
@@ -149,7 +145,7 @@ def _recall(S, alpha, k, out):
     _recall_rows(S, alpha, k, i, out)
 
 
-@njit(**INNER)
+@inner
 def _correct(S, alpha, k, delta, q, out):
     "S = diag(alpha) S + k delta^T, out += S^T q, four key rows a pass."
     i = 0
@@ -167,7 +163,7 @@ def _correct(S, alpha, k, delta, q, out):
     _correct_rows(S, alpha, k, delta, q, i, out)
 
 
-@njit(**KERNEL)
+@kernel
 def _kda_recurrent(heads, q, k, v, alpha, beta, S, query, delta, out, drawn):
     "Head after head, as drawn, all its tokens one after another; query and delta [heads, d] are scratch."
     scale = _ONE / np.sqrt(np.float32(query.shape[1]))
@@ -202,11 +198,11 @@ def kda_recurrent(q, k, v, alpha, beta, S):
     _fits("kda_recurrent: S", S, (heads, d, d))
     query, delta = np.empty((2, heads, d), np.float32)
     out = np.empty_like(v)
-    parallel_for(threads_for(2 * T * S.size), heads, _kda_recurrent, q, k, v, alpha, beta, S, query, delta, out)
+    parallel_for(threads_for(2 * T * S.size, CORES), heads, _kda_recurrent, q, k, v, alpha, beta, S, query, delta, out)
     return out
 
 
-@njit(**KERNEL)
+@kernel
 def _squash(x):
     for t in range(x.shape[0]):
         for i in range(x.shape[1]):

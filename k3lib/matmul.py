@@ -3,75 +3,402 @@
 Made from book/01_mxfp4/04_matmul.py: edit that, then run `make export`.
 """
 
-# built on mxfp4 ada01661af2a
-# built on simd 82ba8ef1cec4
-# built on parallel b466791e900b
 import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
 import numpy as np
-from numba import get_num_threads, njit
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.errors import TypingError
+from numba.extending import intrinsic
+
+from k3lib.kernel_cache import inner, kernel
 from k3lib.mxfp4 import GROUP
+from k3lib.parallel import CORES, chunk_done, next_chunk, parallel_for, threads_for
 from k3lib.simd import (
     HALF_SCALE,
-    INNER,
-    KERNEL,
+    LANES,
+    emit_fma,
+    emit_load_part,
+    emit_load_two,
+    emit_nibbles,
+    emit_prefetch,
+    emit_splat,
+    emit_sum,
+    emit_zeros,
+    f32x16,
     fma16,
-    high16,
     load16,
     load16_part,
-    load32,
-    look_up16,
-    low16,
-    mul16,
-    prefetch_line,
     sum16,
     zeros16,
 )
-from k3lib.parallel import chunk_done, next_chunk, parallel_for, threads_for
 
 
-LANES = 16
-
-
-def bf16_to_float32(bits):
+def bf16_to_float32(bits: np.ndarray) -> np.ndarray:
     "float32 of uint16 `bits`, any shape: bf16 is the upper half of a float32, so this is exact."
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-@njit(**INNER)
-def row_dot(w, i, x, j, k):
-    "w[i:i+k] . x[j:j+k], flat arrays: sixteen lanes, one accumulator, one tree."
+@kernel
+def dot(a, b):
+    "a . b for float32 [n]: element m belongs to lane m % 16, lanes are summed by halves."
     acc = zeros16()
-    whole = k - k % LANES
+    whole = a.size - a.size % LANES
     for m in range(0, whole, LANES):
-        acc = fma16(load16(w, i + m), load16(x, j + m), acc)
-    if whole < k:
-        acc = fma16(load16_part(w, i + whole, k - whole), load16_part(x, j + whole, k - whole), acc)
+        acc = fma16(load16(a, m), load16(b, m), acc)
+    if whole < a.size:
+        acc = fma16(load16_part(a, whole, a.size - whole), load16_part(b, whole, a.size - whole), acc)
     return sum16(acc)
 
 
-@njit(**KERNEL)
-def dot(a, b):
-    "a . b for float32 [n]: element m belongs to lane m % 16, lanes are summed by halves."
-    return row_dot(a, 0, b, 0, a.size)
+class _Rows:
+    "A two-dimensional array in C order inside a kernel that is being written. `shape`: its rows and columns."
+
+    def __init__(self, context, builder, kind, array):
+        if not (isinstance(kind, types.Array) and kind.ndim == 2 and kind.layout == "C"):
+            raise TypingError(f"a product takes two-dimensional arrays in C order, not {kind}")
+        fields = cgutils.create_struct_proxy(kind)(context, builder, array)
+        self.context, self.builder, self.dtype = context, builder, kind.dtype
+        self.data, self.shape = fields.data, cgutils.unpack_tuple(builder, fields.shape, 2)
+
+    def pointer(self, row, column):
+        "Pointer to element [row, column]."
+        b = self.builder
+        return b.gep(self.data, [b.add(b.mul(row, self.shape[1]), column)])
+
+
+_STEP = 2 * LANES  # elements of a row in one step of the k-loop; also a group of MXFP4
+_PREFETCH_DISTANCE = 1024  # elements
+
+
+class _Plain(_Rows):
+    "Rows of bf16 (uint16) or float32."
+
+    def prefetch(self, rows, m):
+        for row in rows:
+            ahead = self.builder.add(m, ir.Constant(m.type, _PREFETCH_DISTANCE))
+            emit_prefetch(self.builder, self.pointer(row, ahead))
+
+    def step(self, row, m):
+        "The 32 elements of a row from m on: two vectors."
+        return emit_load_two(self.context, self.builder, self.pointer(row, m), self.dtype)
+
+    def last_step(self, row, m, count):
+        "The `count` elements of a row from m on, at most sixteen: one vector."
+        return [emit_load_part(self.builder, self.pointer(row, m), self.dtype, count)]
+
+    def multiply_add(self, weights, x, acc):
+        for w, v in zip(weights, x):
+            acc = emit_fma(self.builder, w, v, acc)
+        return acc
+
+
+class _Packed(_Rows):
+    "Rows of MXFP4: `packed` uint8 [n, k/2] with `scale` uint8 [n, k/32]. A step is one group of 32 weights."
+
+    def __init__(self, context, builder, kind, pair):
+        packed, scale = cgutils.unpack_tuple(builder, pair)
+        super().__init__(context, builder, kind[0], packed)
+        if not kind[0].dtype == kind[1].dtype == types.uint8:
+            raise TypingError(f"MXFP4 is two arrays of uint8, not {kind}")
+        self.scale = _Rows(context, builder, kind[1], scale)
+        self.shape = [self.shape[0], builder.mul(self.shape[1], ir.Constant(self.shape[1].type, 2))]
+
+    def pointer(self, row, m):
+        "Pointer to the byte that holds element m, an even one."
+        b = self.builder
+        return b.gep(self.data, [b.lshr(b.add(b.mul(row, self.shape[1]), m), ir.Constant(m.type, 1))])
+
+    def prefetch(self, rows, m):
+        b = self.builder
+        after = b.add(rows[0], ir.Constant(m.type, len(rows)))
+        emit_prefetch(b, self.pointer(after, b.mul(m, ir.Constant(m.type, len(rows)))))
+
+    def step(self, row, m):
+        "Twice the even weights of the group at m, twice the odd ones, half its scale."
+        low, high = emit_nibbles(self.context, self.builder, self.pointer(row, m))
+        return low, high, self._half_scale(row, self.builder.udiv(m, ir.Constant(m.type, GROUP)))
+
+    def _half_scale(self, row, group):
+        kind = types.Array(types.float32, 1, "C", readonly=True)
+        array = self.context.make_constant_array(self.builder, kind, HALF_SCALE)
+        table = cgutils.create_struct_proxy(kind)(self.context, self.builder, array).data
+        code = self.builder.load(self.scale.pointer(row, group))
+        place = self.builder.gep(table, [self.builder.zext(code, group.type)])
+        return emit_splat(self.builder, self.builder.load(place))
+
+    def multiply_add(self, weights, x, acc):
+        (even, odd), (low, high, half_scale), b = x, weights, self.builder
+        return emit_fma(b, emit_fma(b, high, odd, b.fmul(low, even)), half_scale, acc)
+
+
+def _matrix(context, builder, kind, w):
+    "What writes code for the matrix `w`: an array, or the pair (packed, scale)."
+    return (_Packed if isinstance(kind, types.BaseTuple) else _Plain)(context, builder, kind, w)
+
+
+@intrinsic
+def _shape(typingctx, w):
+    "(w) -> (rows, columns) of a matrix of any format."
+    def codegen(context, builder, sig, args):
+        return context.make_tuple(builder, sig.return_type, _matrix(context, builder, sig.args[0], args[0]).shape)
+    return types.UniTuple(types.intp, 2)(w), codegen
+
+
+def _accumulators(context, builder, kind, acc):
+    "The tuple of tuples that holds acc[token][row]."
+    return context.make_tuple(builder, kind, [context.make_tuple(builder, kind[0], of_token) for of_token in acc])
+
+
+def _multiply_add(context, builder, kinds, args, last):
+    "Write one step for all rows and tokens: 32 elements or, in the last steps of a row, `count` of them, at most 16."
+    w, rows, x, tokens, at, acc = args
+    matrix, inputs = _matrix(context, builder, kinds[0], w), _Rows(context, builder, kinds[2], x)
+    rows, tokens, (m, column, *count) = (cgutils.unpack_tuple(builder, values) for values in (rows, tokens, at))
+    acc = [cgutils.unpack_tuple(builder, of_token) for of_token in cgutils.unpack_tuple(builder, acc)]
+    if len(rows) > 1 and not last:
+        matrix.prefetch(rows, m)
+    weights = [matrix.last_step(row, m, *count) if last else matrix.step(row, m) for row in rows]
+    for t, token in enumerate(tokens):
+        pointer = inputs.pointer(token, builder.add(column, m))
+        v = ([emit_load_part(builder, pointer, inputs.dtype, *count)] if last
+             else emit_load_two(context, builder, pointer, inputs.dtype))
+        for r in range(len(rows)):
+            acc[t][r] = matrix.multiply_add(weights[r], v, acc[t][r])
+    return _accumulators(context, builder, kinds[5], acc)
+
+
+@intrinsic
+def _add_step(typingctx, w, rows, x, tokens, at, acc):
+    "(w, rows, x, tokens, (m, column), acc) -> acc + w[rows, m:m+32] . x[tokens, column+m:column+m+32]."
+    def codegen(context, builder, sig, args):
+        return _multiply_add(context, builder, sig.args, args, last=False)
+    return acc(w, rows, x, tokens, at, acc), codegen
+
+
+@intrinsic
+def _add_last_step(typingctx, w, rows, x, tokens, at, acc):
+    """The same for `count` elements, where (m, column, count) = at and 0 < count <= 16.
+
+    A row of MXFP4 has whole groups only, so there this step is compiled to nothing and never run.
+    """
+    def codegen(context, builder, sig, args):
+        if isinstance(sig.args[0], types.BaseTuple):
+            return args[5]
+        return _multiply_add(context, builder, sig.args, args, last=True)
+    return acc(w, rows, x, tokens, at, acc), codegen
+
+
+@intrinsic
+def _put_sums(typingctx, out, place, acc):
+    "(out, (t0, r0), acc): out[t0 + t, r0 + r] = the sum of the lanes of acc[t][r]."
+    if out.dtype != types.float32:
+        raise TypingError(f"a product is written to float32, not {out}")
+
+    def codegen(context, builder, sig, args):
+        outputs = _Rows(context, builder, sig.args[0], args[0])
+        t0, r0 = cgutils.unpack_tuple(builder, args[1])
+        for t, of_token in enumerate(cgutils.unpack_tuple(builder, args[2])):
+            for r, v in enumerate(cgutils.unpack_tuple(builder, of_token)):
+                token, row = builder.add(t0, ir.Constant(t0.type, t)), builder.add(r0, ir.Constant(r0.type, r))
+                builder.store(emit_sum(builder, v), outputs.pointer(token, row))
+        return context.get_dummy_value()
+    return types.void(out, place, acc), codegen
+
+
+@intrinsic
+def _zeros(typingctx, rows, tokens):
+    "(rows, tokens) -> accumulators of zero. The function that calls this gets an aligned stack."
+    def codegen(context, builder, sig, args):
+        builder.function.attributes.alignstack = 64
+        builder.function.attributes.add("noinline")
+        return _accumulators(context, builder, sig.return_type, [[emit_zeros()] * len(rows)] * len(tokens))
+    return types.UniTuple(types.UniTuple(f32x16, len(rows)), len(tokens))(rows, tokens), codegen
+
+
+@inner
+def products(w, rows, x, tokens, column, out, place):
+    """out[t0 + t, r0 + r] = w[rows[r]] . x[tokens[t], column:column+k], where (t0, r0) = place. For kernels.
+
+    `w`: float32 or uint16 (bf16 bits) [n, k], or (packed, scale) uint8 [n, k/2] and [n, k/32]. `x`, `out`: float32. All
+    in C order. `rows`, `tokens`: tuples of row numbers of w and of x. Element m of a product belongs to lane m % 16
+    (MXFP4: m // 2 % 16) and lanes are summed by halves, so the bits depend on one row of w and one of x alone.
+    """
+    k = _shape(w)[1]
+    whole = k - k % _STEP
+    acc = _zeros(rows, tokens)
+    for m in range(0, whole, _STEP):
+        acc = _add_step(w, rows, x, tokens, (m, column), acc)
+    for m in range(whole, k, LANES):
+        acc = _add_last_step(w, rows, x, tokens, (m, column, min(LANES, k - m)), acc)
+    _put_sums(out, place, acc)
+
+
+TILE = 16  # rows that stay in the cache while all tokens pass
+
+
+@inner
+def _four_by_four(w, begin, end, x, tokens, out, first):
+    "out[tokens, first+r] for the rows r from begin to end of w, a multiple of four."
+    for r in range(begin, end, 4):
+        products(w, (r, r + 1, r + 2, r + 3), x, tokens, 0, out, (tokens[0], first + r))
+
+
+@inner
+def _tile(w, x, out, first, tile):
+    "out[:, first+r] = x w[r] for the rows r of one tile of w."
+    tokens, begin = len(x), TILE * tile
+    end = min(begin + TILE, _shape(w)[0])
+    fours = end - (end - begin) % 4
+    for t in range(0, tokens - 3, 4):
+        _four_by_four(w, begin, fours, x, (t, t + 1, t + 2, t + 3), out, first)
+    if tokens & 2:
+        t = tokens // 4 * 4
+        _four_by_four(w, begin, fours, x, (t, t + 1), out, first)
+    if tokens & 1:
+        _four_by_four(w, begin, fours, x, (tokens - 1,), out, first)
+    for r in range(fours, end):
+        for t in range(tokens):
+            products(w, (r,), x, (t,), 0, out, (t, first + r))
+
+
+@kernel
+def _shared_matmul(tiles, w, x, out, cursor):
+    while True:
+        begin, end = next_chunk(cursor, tiles)
+        if begin >= tiles:
+            return
+        for tile in range(begin, end):
+            _tile(w, x, out, 0, tile)
+        chunk_done(cursor, begin, end)
+
+
+@kernel
+def matmul_rows(w, x, out, first):
+    """out[:, first:first+m] = x w^T for the m rows of `w`, on the calling thread alone.
+
+    `w`: an array uint16 (bf16 bits) or float32 [m, k] with `x` = padded(x), or (packed, scale), uint8 [m, k/2] and
+    [m, k/32], with `x` = deinterleaved(x). `out`: float32 [T, n]. All in C order. Nothing looks whether shapes fit.
+    """
+    for tile in range((_shape(w)[0] + TILE - 1) // TILE):
+        _tile(w, x, out, first, tile)
+
+
+def line_aligned(shape: tuple[int, ...]) -> np.ndarray:
+    "float32 zeros that begin on a cache line, so that no load of sixteen floats straddles two."
+    size = math.prod(shape)
+    raw = np.zeros(size + 16, np.float32)
+    start = -raw.__array_interface__["data"][0] % 64 // 4
+    return raw[start:start + size].reshape(shape)
+
+
+def padded(x: np.ndarray) -> np.ndarray:
+    "`x` [T, k] as bf16 and float32 kernels take it: float32 [T, k rounded up to 16], every row on a cache line."
+    T, k = x.shape
+    out = line_aligned((T, k + -k % LANES))
+    out[:, :k] = x
+    return out
+
+
+def deinterleaved(x: np.ndarray) -> np.ndarray:
+    "`x` [T, k] as MXFP4 kernels take it: float32 [T, k], in each group of 32 the even elements before the odd ones."
+    T, k = x.shape
+    out = line_aligned((T, k // GROUP, 2, LANES))
+    out[...] = x.reshape(T, k // GROUP, LANES, 2).swapaxes(-1, -2)
+    return out.reshape(T, k)
+
+
+class Matrix(Protocol):
+    "What every matrix answers, resident or streamed, of any format."
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        "Rows n and columns k."
+
+    def multiply(self, x: np.ndarray, out: np.ndarray, threads: int) -> None:
+        "out = x W^T for x float32 [T, k] and out float32 [T, n] in C order."
+
+    def map_blocks(self, work: Callable[[int, Any, int], None], threads: int) -> None:
+        """Call work(first_row, rows, threads) on row blocks that cover the matrix, each row once.
+
+        A resident matrix makes one call for all rows with all threads. A streamed one makes concurrent calls from its
+        reader threads, with threads = 1.
+        """
+
+
+def _multiply(w, x, out, threads):
+    "out = x w^T, shared among `threads` threads if it is worth that; x as the kernels take it."
+    n = out.shape[1]
+    parallel_for(threads_for(x.size * n, threads), -(-n // TILE), _shared_matmul, w, x, out)
 
 
 class ResidentMatrix:
-    "A resident matrix: `array` [n, k], uint16 bf16 bits or float32, handed out as one block of rows."
+    "A matrix in memory: `array` [n, k], uint16 bf16 bits or float32."
 
-    def __init__(self, array):
+    def __init__(self, array: np.ndarray) -> None:
         self.array = array
         self.shape = array.shape
 
-    def blocks(self, multiple=1):
-        "Yields (first row, rows [m, k]); every block but the last has a number of rows divisible by `multiple`."
-        yield 0, self.array
+    def multiply(self, x: np.ndarray, out: np.ndarray, threads: int) -> None:
+        check_shapes("ResidentMatrix", self.shape, x, out)
+        _multiply(self.array, padded(x), out, threads)
+
+    def map_blocks(self, work: Callable[[int, np.ndarray, int], None], threads: int) -> None:
+        work(0, self.array, threads)
+
+
+def check_shapes(what: str, shape: tuple[int, int], x: np.ndarray, out: np.ndarray) -> None:
+    "Raise ValueError (`what`: who says it) unless `x` [T, k] and `out` float32 [T, n] fit a matrix of `shape` (n, k)."
+    n, k = shape
+    if x.ndim != 2 or x.shape[1] != k:
+        raise ValueError(f"{what}: x has shape {x.shape}, W {shape}: the last dimensions differ")
+    if out.shape != (x.shape[0], n) or out.dtype != np.float32:
+        raise ValueError(f"{what}: out is {out.dtype} {out.shape}, expected float32 {(x.shape[0], n)}")
+
+
+def check_packed(packed: Any, scale: Any, x_shape: tuple[int, ...], out_shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless a packed matrix takes x [T, k] to out [T, n].
+
+    `packed` [n, k/2] and `scale` [n, k/32] are arrays, or anything else that has a `shape`.
+    """
+    n, groups = scale.shape
+    if packed.shape != (n, groups * GROUP // 2) or x_shape != (*out_shape[:1], groups * GROUP) or out_shape[1:] != (n,):
+        raise ValueError(f"MXFP4: packed {packed.shape}, scale {scale.shape}, x {x_shape} and out {out_shape} "
+                         "do not fit")
+
+
+class PackedMatrix(NamedTuple):
+    "An MXFP4 matrix in memory: `packed` uint8 [n, k/2], `scale` uint8 [n, k/32]. It is never unpacked in memory."
+
+    packed: np.ndarray
+    scale: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, half = self.packed.shape
+        return n, 2 * half
+
+    def multiply(self, x: np.ndarray, out: np.ndarray, threads: int) -> None:
+        check_packed(self.packed, self.scale, x.shape, out.shape)
+        if not self.packed.dtype == self.scale.dtype == np.uint8:
+            raise ValueError(f"MXFP4: packed is {self.packed.dtype} and scale {self.scale.dtype}, expected uint8")
+        _multiply(tuple(self), deinterleaved(x), out, threads)
+
+    def map_blocks(self, work: Callable[[int, "PackedMatrix", int], None], threads: int) -> None:
+        work(0, self, threads)
 
 
 class NotFinite(ArithmeticError):
-    """Infinity or NaN where a finite number must come out. `rows`: those of the matrix that it was made from, None where there is none;
-    `matrix`: which matrix, where only who multiplies knows."""
+    """An infinity or a NaN where a finite number must come out.
 
-    def __init__(self, message, rows=None, matrix=None):
+    `rows`: (first, end) of the rows of the matrix behind it, None if no matrix is. `matrix`: which matrix, if the layer
+    that multiplies is the only one to know.
+    """
+
+    def __init__(self, message: str, rows: tuple[int, int] | None = None, matrix: Any = None) -> None:
         super().__init__(message)
         self.rows, self.matrix = rows, matrix
 
@@ -79,7 +406,7 @@ class NotFinite(ArithmeticError):
 _INFINITE = np.int32(0x7f800000)  # infinity's bits, and below every NaN's; signs aside
 
 
-@njit(**KERNEL)
+@kernel
 def first_not_finite(a):
     "Flat index of the first infinity or NaN in float32 [T, n], or -1."
     bits = a.reshape(-1).view(np.int32)
@@ -94,325 +421,40 @@ def first_not_finite(a):
     return -1
 
 
-def check_product(out, x, rows_of=lambda r: (r, r + 1), matrix=None):
-    "Raise NotFinite unless the product `out` float32 [T, n] of `x` is finite; rows_of(r): first and end of the matrix rows behind output r."
+def check_product(out: np.ndarray, x: np.ndarray, rows_of: Callable[[int], tuple[int, int]] = lambda r: (r, r + 1),
+                  matrix: Any = None) -> None:
+    """Raise NotFinite unless the product `out` float32 [T, n] of `x` is finite.
+
+    rows_of(r): first and end of the matrix rows behind output r. `matrix` goes into the error.
+    """
     bad = first_not_finite(out)
     if bad >= 0:
         t, r = divmod(int(bad), out.shape[1])
         what = "a finite" if np.isfinite(x).all() else "an overflowing"
-        raise NotFinite(f"output row {r} is {out[t, r]} for token {t} of the chunk, from {what} input, expected a finite number", rows_of(r), matrix)
+        raise NotFinite(f"output row {r} is {out[t, r]} for token {t} of the chunk, from {what} input, "
+                        "expected a finite number", rows_of(r), matrix)
 
 
-PREFETCH_DISTANCE = 1024  # elements: what is asked of memory this early has come when its turn is there
-
-
-@njit(**INNER)
-def load4(w, i, k):
-    "Sixteen elements of each of four rows of length k."
-    return load16(w, i), load16(w, i + k), load16(w, i + 2 * k), load16(w, i + 3 * k)
-
-
-@njit(**INNER)
-def _load4_twice(w, i, k):
-    "The same of the sixteen after them too. A step of 32 bf16 is a cache line of each row, so each is asked for once."
-    prefetch_line(w, i + PREFETCH_DISTANCE)
-    prefetch_line(w, i + k + PREFETCH_DISTANCE)
-    prefetch_line(w, i + 2 * k + PREFETCH_DISTANCE)
-    prefetch_line(w, i + 3 * k + PREFETCH_DISTANCE)
-    return load32(w, i), load32(w, i + k), load32(w, i + 2 * k), load32(w, i + 3 * k)
-
-
-@njit(**INNER)
-def _load4_part(w, i, k, n):
-    return load16_part(w, i, n), load16_part(w, i + k, n), load16_part(w, i + 2 * k, n), load16_part(w, i + 3 * k, n)
-
-
-@njit(**INNER)
-def fma4(w, v, acc):
-    return fma16(w[0], v, acc[0]), fma16(w[1], v, acc[1]), fma16(w[2], v, acc[2]), fma16(w[3], v, acc[3])
-
-
-@njit(**INNER)
-def _fma4_twice(w, v, acc):
-    return (fma16(w[0][1], v[1], fma16(w[0][0], v[0], acc[0])), fma16(w[1][1], v[1], fma16(w[1][0], v[0], acc[1])),
-            fma16(w[2][1], v[1], fma16(w[2][0], v[0], acc[2])), fma16(w[3][1], v[1], fma16(w[3][0], v[0], acc[3])))
-
-
-@njit(**INNER)
-def rows4(w, i, k, x, j, out, t, r):
-    a = zeros4()
-    whole = k - k % (2 * LANES)
-    for m in range(0, whole, 2 * LANES):
-        a = _fma4_twice(_load4_twice(w, i + m, k), load32(x, j + m), a)
-    for m in range(whole, k, LANES):
-        n = min(LANES, k - m)
-        a = fma4(_load4_part(w, i + m, k, n), load16_part(x, j + m, n), a)
-    put4(out, t, r, a)
-
-
-@njit(**INNER)
-def rows4_tokens4(w, i, k, x, j, stride, out, t, r):
-    a = b = c = d = zeros4()
-    whole = k - k % (2 * LANES)
-    for m in range(0, whole, 2 * LANES):
-        v = _load4_twice(w, i + m, k)
-        a = _fma4_twice(v, load32(x, j + m), a)
-        b = _fma4_twice(v, load32(x, j + stride + m), b)
-        c = _fma4_twice(v, load32(x, j + 2 * stride + m), c)
-        d = _fma4_twice(v, load32(x, j + 3 * stride + m), d)
-    for m in range(whole, k, LANES):
-        n = min(LANES, k - m)
-        v = _load4_part(w, i + m, k, n)
-        a = fma4(v, load16_part(x, j + m, n), a)
-        b = fma4(v, load16_part(x, j + stride + m, n), b)
-        c = fma4(v, load16_part(x, j + 2 * stride + m, n), c)
-        d = fma4(v, load16_part(x, j + 3 * stride + m, n), d)
-    put4(out, t, r, a)
-    put4(out, t + 1, r, b)
-    put4(out, t + 2, r, c)
-    put4(out, t + 3, r, d)
-
-
-TILE = 16  # rows that stay in the cache while all tokens pass
-
-
-@njit(**INNER)
-def _tile(w, x, out, first, tile):
-    "out[:, first:first+n] = x[:, :k] w^T for one tile of the rows of w [n, k]; x may have wider rows than w."
-    n, k = w.shape
-    tokens, stride = x.shape
-    flat, xs = w.reshape(-1), x.reshape(-1)
-    last = min(TILE * tile + TILE, n)
-    t = 0
-    while t < tokens:
-        step = 4 if tokens - t >= 4 else 1
-        r = TILE * tile
-        while r + 4 <= last:
-            if step == 4:
-                rows4_tokens4(flat, r * k, k, xs, t * stride, stride, out, t, first + r)
-            else:
-                rows4(flat, r * k, k, xs, t * stride, out, t, first + r)
-            r += 4
-        while r < last:
-            for m in range(t, t + step):
-                out[m, first + r] = row_dot(flat, r * k, xs, m * stride, k)
-            r += 1
-        t += step
-
-
-@njit(**KERNEL)
-def _matmul(tiles, w, x, out, first, drawn):
-    while True:
-        begin, end = next_chunk(drawn, tiles)
-        if begin >= tiles:
-            return
-        for tile in range(begin, end):
-            _tile(w, x, out, first, tile)
-        chunk_done(drawn, begin, end)
-
-
-@njit(**KERNEL)
-def matmul_rows(w, x, out, first):
-    "The same on the calling thread alone, for rows that this thread has just read (chapter 5.13)."
-    for tile in range((w.shape[0] + TILE - 1) // TILE):
-        _tile(w, x, out, first, tile)
-
-
-def linear(W, x, out=None):
-    """float32 [T, n] = x W^T for `x` float32 [T, k] and a matrix W [n, k]: anything with .shape and .blocks(), or with
-    .multiply(x, out, threads) if it has a way of its own.
+def linear(W: Matrix, x: np.ndarray, threads: int = CORES, out: np.ndarray | None = None) -> np.ndarray:
+    """float32 [T, n] = x W^T for `x` float32 [T, k] and a matrix W [n, k], on `threads` threads.
 
     Each output is one row's dot product in a fixed order, so the bits do not depend on how the rows were cut, on T,
-    or on the number of threads. Raises NotFinite for a product that is infinite or NaN.
+    or on the number of threads. The result is `out` if that is given. Raises ValueError where shapes do not fit,
+    NotFinite for a product that is infinite or NaN.
     """
     n, k = W.shape
     if x.ndim != 2 or x.shape[1] != k:
         raise ValueError(f"linear: x has shape {x.shape}, W {W.shape}: the last dimensions differ")
     if out is None:
         out = np.empty((x.shape[0], n), np.float32)
-    elif out.shape != (x.shape[0], n) or out.dtype != np.float32:
-        raise ValueError(f"linear: out is {out.dtype} {out.shape}, expected float32 {(x.shape[0], n)}")
-    on_lines = line_aligned((x.shape[0], k + -k % LANES))
-    on_lines[:, :k] = x
-    if hasattr(W, "multiply"):
-        W.multiply(on_lines, out, get_num_threads())
-    else:
-        for first, block in W.blocks():
-            parallel_for(threads_for(x.size * len(block)), -(-len(block) // TILE), _matmul, block, on_lines, out, first)
+    check_shapes("linear", W.shape, x, out)
+    W.multiply(x, out, threads)
     check_product(out, x)
     return out
 
 
-@njit(**INNER)
-def _unpack(p, s, g):
-    "Group g of the matrix: twice its even weights, twice its odd weights, half its scale."
-    high = high16(p, 16 * g)
-    return low16(p, 16 * g), high, look_up16(HALF_SCALE, s, g)
-
-
-@njit(**INNER)
-def _group(weights, even, odd, acc):
-    "acc + one group of one row against 16 even and 16 odd activations."
-    low, high, half_scale = weights
-    return fma16(fma16(high, odd, mul16(low, even)), half_scale, acc)
-
-
-@njit(**INNER)
-def _row1(p, s, r, x, t, groups, out, first):
-    a = zeros16()
-    for q in range(groups):
-        j = 32 * (t * groups + q)
-        a = _group(_unpack(p, s, r * groups + q), load16(x, j), load16(x, j + 16), a)
-    out[t, first + r] = sum16(a)
-
-
-@njit(**INNER)
-def zeros4():
-    "Accumulators of four rows."
-    return zeros16(), zeros16(), zeros16(), zeros16()
-
-
-@njit(**INNER)
-def put4(out, t, r, acc):
-    "out[t, r:r+4] = the sums of four accumulators."
-    out[t, r], out[t, r + 1], out[t, r + 2], out[t, r + 3] = sum16(acc[0]), sum16(acc[1]), sum16(acc[2]), sum16(acc[3])
-
-
-@njit(**INNER)
-def _unpack4(p, s, g, groups):
-    return _unpack(p, s, g), _unpack(p, s, g + groups), _unpack(p, s, g + 2 * groups), _unpack(p, s, g + 3 * groups)
-
-
-@njit(**INNER)
-def _group4(w, x, j, acc):
-    even, odd = load16(x, j), load16(x, j + 16)
-    return (_group(w[0], even, odd, acc[0]), _group(w[1], even, odd, acc[1]),
-            _group(w[2], even, odd, acc[2]), _group(w[3], even, odd, acc[3]))
-
-
-@njit(**INNER)
-def _packed_rows4(p, s, r, x, t, groups, out, first):
-    a = zeros4()
-    for q in range(groups):
-        prefetch_line(p, 16 * (r + 4) * groups + 64 * q)
-        a = _group4(_unpack4(p, s, r * groups + q, groups), x, 32 * (t * groups + q), a)
-    put4(out, t, first + r, a)
-
-
-@njit(**INNER)
-def _packed_rows4_tokens2(p, s, r, x, t, groups, out, first):
-    a = b = zeros4()
-    for q in range(groups):
-        prefetch_line(p, 16 * (r + 4) * groups + 64 * q)
-        w, j = _unpack4(p, s, r * groups + q, groups), 32 * (t * groups + q)
-        a = _group4(w, x, j, a)
-        b = _group4(w, x, j + 32 * groups, b)
-    put4(out, t, first + r, a)
-    put4(out, t + 1, first + r, b)
-
-
-@njit(**INNER)
-def _packed_rows4_tokens4(p, s, r, x, t, groups, out, first):
-    a = b = c = d = zeros4()
-    for q in range(groups):
-        prefetch_line(p, 16 * (r + 4) * groups + 64 * q)
-        w, j = _unpack4(p, s, r * groups + q, groups), 32 * (t * groups + q)
-        a = _group4(w, x, j, a)
-        b = _group4(w, x, j + 32 * groups, b)
-        c = _group4(w, x, j + 64 * groups, c)
-        d = _group4(w, x, j + 96 * groups, d)
-    put4(out, t, first + r, a)
-    put4(out, t + 1, first + r, b)
-    put4(out, t + 2, first + r, c)
-    put4(out, t + 3, first + r, d)
-
-
-PACKED_TILE = 16  # rows
-
-
-@njit(**INNER)
-def _packed_tile(packed, scale, halves, out, first, tile):
-    "All tokens times one tile of the rows of a block; row 0 of the block is row `first` of the matrix."
-    n, groups = scale.shape
-    tokens = out.shape[0]
-    p, s, x = packed.reshape(-1), scale.reshape(-1), halves.reshape(-1)
-    last = min(PACKED_TILE * tile + PACKED_TILE, n)
-    t = 0
-    while t < tokens:
-        step = 4 if tokens - t >= 4 else 2 if tokens - t >= 2 else 1
-        r = PACKED_TILE * tile
-        while r + 4 <= last:
-            if step == 4:
-                _packed_rows4_tokens4(p, s, r, x, t, groups, out, first)
-            elif step == 2:
-                _packed_rows4_tokens2(p, s, r, x, t, groups, out, first)
-            else:
-                _packed_rows4(p, s, r, x, t, groups, out, first)
-            r += 4
-        while r < last:
-            for m in range(t, t + step):
-                _row1(p, s, r, x, m, groups, out, first)
-            r += 1
-        t += step
-
-
-@njit(**KERNEL)
-def _packed_matmul(tiles, packed, scale, halves, out, drawn):
-    while True:
-        begin, end = next_chunk(drawn, tiles)
-        if begin >= tiles:
-            return
-        for tile in range(begin, end):
-            _packed_tile(packed, scale, halves, out, 0, tile)
-        chunk_done(drawn, begin, end)
-
-
-@njit(**KERNEL)
-def mxfp4_rows(packed, scale, halves, out, first):
-    """out[:, first:first+m] for the m rows `packed` uint8 [m, k/2], `scale` uint8 [m, k/32], on the calling thread alone: for rows that
-    this thread has just read (chapter 5.16). `halves` is what halved(x) made of x."""
-    for tile in range((scale.shape[0] + PACKED_TILE - 1) // PACKED_TILE):
-        _packed_tile(packed, scale, halves, out, first, tile)
-
-
-def line_aligned(shape):
-    "float32 zeros that begin on a cache line, so that no load of sixteen floats straddles two."
-    size = math.prod(shape)
-    raw = np.zeros(size + 16, np.float32)
-    start = -raw.__array_interface__["data"][0] % 64 // 4
-    return raw[start:start + size].reshape(shape)
-
-
-def deinterleaved(x):
-    "`x` float32 [T, k] as the kernels take it: float32 [T, k/32, 2, 16], the even elements of each group, then the odd ones."
-    halves = line_aligned((x.shape[0], x.shape[1] // GROUP, 2, 16))
-    halves[...] = x.reshape(len(x), -(-x.shape[1] // GROUP), 16, 2).swapaxes(-1, -2)
-    return halves
-
-
-def check_fit(packed, scale, x_shape, out):
-    "Raise ValueError unless arrays or extents `packed` [n, k/2] and `scale` [n, k/32] take x [T, k] to `out` [T, n]. The kernels do not look."
-    n, groups = scale.shape
-    if packed.shape != (n, groups * 16) or x_shape != (len(out), groups * GROUP) or out.shape[1] != n:
-        raise ValueError(f"mxfp4_matmul: packed {packed.shape}, scale {scale.shape}, x {x_shape} and out {out.shape} do not fit")
-
-
-def mxfp4_matmul(packed, scale, x, out):
-    """out[t] = W x[t] for a packed W: `packed` uint8 [n, k/2], `scale` uint8 [n, k/32], `x` float32 [T, k], `out` float32 [T, n].
-
-    W is never unpacked in memory. Lane l of a row's accumulator takes elements 2l and 2l+1 of every group, group
-    after group, so the bits of out[t, r] depend on row r and token t alone. Returns `out`.
-    """
-    check_fit(packed, scale, x.shape, out)
-    if not packed.dtype == scale.dtype == np.uint8:
-        raise ValueError(f"mxfp4_matmul: packed is {packed.dtype} and scale {scale.dtype}, expected uint8")
-    parallel_for(threads_for(x.size * len(packed)), -(-len(packed) // PACKED_TILE), _packed_matmul, packed, scale, deinterleaved(x), out)
-    return out
-
-
 __all__ = [
-    "LANES", "bf16_to_float32", "row_dot", "dot", "ResidentMatrix", "NotFinite", "first_not_finite",
-    "check_product", "PREFETCH_DISTANCE", "load4", "fma4", "rows4", "rows4_tokens4", "TILE", "matmul_rows",
-    "linear", "zeros4", "put4", "PACKED_TILE", "mxfp4_rows", "line_aligned", "deinterleaved", "check_fit",
-    "mxfp4_matmul",
+    "bf16_to_float32", "dot", "products", "TILE", "matmul_rows", "line_aligned", "padded", "deinterleaved",
+    "Matrix", "ResidentMatrix", "check_shapes", "check_packed", "PackedMatrix", "NotFinite", "first_not_finite",
+    "check_product", "linear",
 ]

@@ -3,15 +3,11 @@
 Made from book/03_mla/01_mla.py: edit that, then run `make export`.
 """
 
-# built on simd 82ba8ef1cec4
-# built on parallel b466791e900b
-# built on matmul da409453befe
-# built on functions 81a78568089f
 import numpy as np
-from numba import get_num_threads, njit
-from k3lib.simd import INNER, KERNEL, fma16, load16, load16_part, splat16, store16
-from k3lib.parallel import chunk_done, next_chunk, parallel_for, threads_for
-from k3lib.matmul import check_product, fma4, line_aligned, linear, load4, row_dot, rows4, rows4_tokens4
+from k3lib.kernel_cache import inner, kernel
+from k3lib.simd import fma16, load16, load16_part, splat16, store16
+from k3lib.parallel import CORES, chunk_done, next_chunk, parallel_for, threads_for
+from k3lib.matmul import check_product, line_aligned, linear, products
 from k3lib.functions import exp, rms_norm, sigmoid
 
 
@@ -24,7 +20,7 @@ SLICE = 8  # tokens whose queries and contexts are held at once
 _ONE, _ZERO, _LOWEST, _FAINT, _NAN = np.float32(1), np.float32(0), np.float32(-np.inf), np.float32(-60), np.float32(np.nan)
 
 
-@njit(**INNER)
+@inner
 def _start(w, i, latent, x, nope, scale, row, o):
     """row[:width] = scale * [W_uk^T x[:nope] | x[nope:]], the key rows begin at w[i]. What follows from row[o] on, context,
     maximum and sum, is set to zero, -infinity and zero."""
@@ -44,7 +40,7 @@ def _start(w, i, latent, x, nope, scale, row, o):
     row[row.size - 2] = _LOWEST
 
 
-@njit(**INNER)
+@inner
 def _softmax_tile(s, m, l):
     """Scores s -> e^(s - new maximum), in place, 0 below e^-60. Returns (new maximum, new sum, what the past shrinks by).
 
@@ -67,7 +63,18 @@ def _softmax_tile(s, m, l):
     return top, total, shrink
 
 
-@njit(**INNER)
+@inner
+def load4(w, i, k):
+    "Sixteen elements of each of four rows of length k."
+    return load16(w, i), load16(w, i + k), load16(w, i + 2 * k), load16(w, i + 3 * k)
+
+
+@inner
+def fma4(w, v, acc):
+    return fma16(w[0], v, acc[0]), fma16(w[1], v, acc[1]), fma16(w[2], v, acc[2]), fma16(w[3], v, acc[3])
+
+
+@inner
 def _context4(c, i, n, width, s, work, j, pitch):
     "32 lanes of four contexts, work[j + r*pitch:] += sum over n cache rows of s[r, p] * row p, positions in order."
     a, b = load4(work, j, pitch), load4(work, j + 16, pitch)
@@ -82,7 +89,7 @@ def _context4(c, i, n, width, s, work, j, pitch):
         store16(work, at + 3 * pitch, v[3])
 
 
-@njit(**INNER)
+@inner
 def _context1(c, i, width, weights, work, j, m, latent):
     "Lanes m..latent of one context, work[j:] += sum over cache rows of weights[p] * row p, positions in order."
     while m < latent:
@@ -94,22 +101,23 @@ def _context1(c, i, width, weights, work, j, m, latent):
         m += 16
 
 
-@njit(**INNER)
+@inner
 def _visit(c, start, pos, heads, width, latent, work, o, pitch, s, g, rows):
     """Queries g..g+rows, at most four, meet the tile of cache rows from `start`; maxima, sums and contexts move on.
 
     Query r is of the token at pos + r // heads and sees positions up to its own.
     """
-    i, j = start * width, g * pitch
+    i, j, cache, queries = start * width, g * pitch, c.reshape(-1, width), work.reshape(-1, pitch)
     common = max(0, min(TILE, pos + g // heads + 1 - start)) if rows == 4 else 0
     fours = common - common % 4
     paired = latent - latent % 32 if common else 0
     for p in range(0, fours, 4):
-        rows4_tokens4(c, i + p * width, width, work, j, pitch, s, 0, p)
+        row = start + p
+        products(cache, (row, row + 1, row + 2, row + 3), queries, (g, g + 1, g + 2, g + 3), 0, s, (0, p))
     for r in range(rows):
         n = max(0, min(TILE, pos + (g + r) // heads + 1 - start))
         for p in range(fours, n):
-            s[r, p] = row_dot(c, i + p * width, work, j + r * pitch, width)
+            products(cache, (start + p,), queries, (g + r,), 0, s, (r, p))
         if n:
             end = j + (r + 1) * pitch
             work[end - 2], work[end - 1], shrink = _softmax_tile(s[r, :n], work[end - 2], work[end - 1])
@@ -124,19 +132,19 @@ def _visit(c, start, pos, heads, width, latent, work, o, pitch, s, g, rows):
         _context1(c, i, width, s[r, :n], work, j + r * pitch + o, paired, latent)
 
 
-@njit(**INNER)
+@inner
 def _value(w, i, latent, work, j, total, out, t, first, v):
     "out[t, first:first+v] = W_uv work[j:] / total; the value rows begin at w[i]."
-    whole = v - v % 4
+    whole, row, matrix, context = v - v % 4, i // latent, w.reshape(-1, latent), work.reshape(1, -1)
     for n in range(0, whole, 4):
-        rows4(w, i + n * latent, latent, work, j, out, t, first + n)
+        products(matrix, (row + n, row + n + 1, row + n + 2, row + n + 3), context, (0,), j, out, (t, first + n))
     for n in range(whole, v):
-        out[t, first + n] = row_dot(w, i + n * latent, work, j, latent)
+        products(matrix, (row + n,), context, (0,), j, out, (t, first + n))
     for n in range(first, first + v):
         out[t, n] /= total
 
 
-@njit(**KERNEL)
+@kernel
 def _attend(items, span, kv_b, first, x, cache, pos, v, work, s, out, drawn):
     "Items of heads item*span .. (item+1)*span of the block, as drawn; work and s have scratch for each."
     latent, width, pitch = kv_b.shape[1], cache.shape[1], work.shape[2]
@@ -193,16 +201,16 @@ def attend(kv_b, q, cache, pos, v):
         work, s = line_aligned((items, min(T, SLICE) * span, pitch)), line_aligned((items, 4, TILE))
         parallel_for(threads, items, _attend, span, rows, first // each, q, cache, pos, v, work, s, out)
 
-    if hasattr(kv_b, "share"):
-        kv_b.share(some_heads, get_num_threads())
-    else:
-        for first, rows in kv_b.blocks(each):
-            some_heads(first, rows, threads_for(T * len(rows) * latent + 2 * T * len(rows) // each * (pos + T) * width))
+    def block(first, rows, threads):
+        macs = T * len(rows) * latent + 2 * T * len(rows) // each * (pos + T) * width
+        some_heads(first, rows, threads_for(macs, threads))
+
+    kv_b.map_blocks(block, CORES)
     check_product(out, q, lambda r: (r // v * each, (r // v + 1) * each))
     return out
 
 
-@njit(**KERNEL)
+@kernel
 def _gate(o, g):
     for t in range(o.shape[0]):
         for i in range(o.shape[1]):
@@ -233,5 +241,5 @@ def mla_layer(W, x, cache, pos, heads, nope, rope, v_dim, eps_latent=1e-6):
 
 
 __all__ = [
-    "TILE", "SLICE", "attend", "MLA_ORDER", "mla_layer",
+    "TILE", "SLICE", "load4", "fma4", "attend", "MLA_ORDER", "mla_layer",
 ]

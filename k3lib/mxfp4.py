@@ -6,16 +6,12 @@ Made from book/01_mxfp4/01_mxfp4.py: edit that, then run `make export`.
 import numpy as np
 
 
-E2M1 = np.array([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-
-
-SCALE = np.array([*np.ldexp(np.float32(1), np.arange(255) - 127), np.nan], np.float32)
-
-
+E2M1 = np.array([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # value of each code
+SCALE = np.array([*np.ldexp(np.float32(1), np.arange(255) - 127), np.nan], np.float32)  # value of each scale byte
 GROUP = 32  # elements that share one scale byte
 
 
-def decode(packed, scale):
+def decode(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """Weights float32 [..., k] from `packed` uint8 [..., k/2], low nibble first, and `scale` uint8 [..., k/32].
 
     OCP Microscaling v1.0: value = E2M1[nibble] * 2^(scale - 127); scale byte 255 is NaN.

@@ -3,73 +3,73 @@
 Made from book/01_mxfp4/03_parallel.py: edit that, then run `make export`.
 """
 
-# built on simd 82ba8ef1cec4
 import os
 import time
 from _thread import start_new_thread
+from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Any
+
 import numba
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
-from k3lib.simd import INNER, KERNEL, element_pointer
+
+from k3lib.kernel_cache import inner, kernel
+from k3lib.simd import element_pointer
 
 
-CORES = numba.config.NUMBA_NUM_THREADS
+CORES = numba.config.NUMBA_NUM_THREADS  # cores this process may use
+EXHAUSTED = 1 << 62  # a cursor whose next item is at least this has no items left
+CHUNKS_PER_THREAD = 8  # of equal work: few, as a chunk's start costs something; enough that all threads end together
 
-
-EXHAUSTED = 1 << 62  # a counter set to this gives nothing more to do
-
-
-CHUNKS_PER_THREAD = 8  # that a thread draws of its share: few enough to lose little where one ends, enough to end together
-
-
-_NEXT, _DONE, _STEP, _AT_WORK = range(4)  # the counters of spread(): int64, as is the one that chapter 5 draws from
+_NEXT, _DONE, _CHUNK, _AT_WORK = range(4)
 
 
 @intrinsic
-def _add(typingctx, counters, i, n):
-    "(int64 [], int64, int64): counters[i] += n, whoever else does so at this moment; returns what it was. What was stored before is seen after."
+def _add(typingctx, cursor, i, n):
+    "(int64 [], int64, int64) -> cursor[i] as it was before n was added to it, in one step."
     def codegen(context, builder, sig, args):
-        return builder.atomic_rmw("add", element_pointer(context, builder, sig.args[0], args[0], args[1], ir.IntType(64)), args[2], "acq_rel")
-    return types.int64(counters, types.int64, types.int64), codegen
+        pointer = element_pointer(context, builder, sig.args[0], args[0], args[1])
+        return builder.atomic_rmw("add", pointer, args[2], "acq_rel")
+    return types.int64(cursor, types.int64, types.int64), codegen
 
 
-@njit(**KERNEL)
-def next_item(counter):
-    "The next number, from 0, of a `counter` int64 [1] that several threads share."
-    return _add(counter, _NEXT, 1)
+@kernel
+def next_item(cursor):
+    "The next number, from 0, of a `cursor` int64 [1] that several threads share. Each number is given once."
+    return _add(cursor, _NEXT, 1)
 
 
-@njit(**INNER)
-def next_chunk(drawn, n):
-    "(begin, end) of the next run of range(n) for whoever draws; begin >= n if there is none. `drawn` is what spread() gives a kernel."
-    begin = _add(drawn, _NEXT, drawn[_STEP])
-    return begin, min(begin + drawn[_STEP], n)
+@inner
+def next_chunk(cursor, n):
+    "(begin, end) of the next chunk of range(n); begin >= n if no chunk is left. `cursor` is what parallel_for gives."
+    begin = _add(cursor, _NEXT, cursor[_CHUNK])
+    return begin, min(begin + cursor[_CHUNK], n)
 
 
-@njit(**INNER)
-def chunk_done(drawn, begin, end):
-    "Count that a run that was drawn is done."
-    _add(drawn, _DONE, end - begin)
+@inner
+def chunk_done(cursor, begin, end):
+    "Say that the items of a chunk are done and their results stored."
+    _add(cursor, _DONE, end - begin)
 
 
-@njit(**KERNEL)
-def _finished(drawn, n):
-    "Whether all n are done, now or within some microseconds."
+@kernel
+def _all_done(cursor, n):
+    "Whether all n items are done, now or within some microseconds."
     for _ in range(1000):
-        if _add(drawn, _DONE, 0) >= n:
+        if _add(cursor, _DONE, 0) >= n:
             return True
     return False
 
 
-@njit(**KERNEL)
-def _count(drawn, i, n):
-    return _add(drawn, i, n)
+@kernel
+def _add_from_python(cursor, i, n):
+    return _add(cursor, i, n)
 
 
-MIN_PARALLEL_MACS = 1 << 21  # multiply-adds: with fewer the caller alone is done before a second thread could help
+_tasks: SimpleQueue = SimpleQueue()  # at which helpers wait
+_helpers: list[int] = []  # their identities
 
 
 def _forget_helpers():
@@ -77,57 +77,61 @@ def _forget_helpers():
     _tasks, _helpers = SimpleQueue(), []
 
 
-_forget_helpers()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_helpers)  # a child has none of its parent's threads
+    os.register_at_fork(after_in_child=_forget_helpers)
 
 
 def _help(tasks):
-    "A helper's life."
+    "A helper's life: take a task, run its kernel, say what the kernel raised."
     while True:
-        kernel, args, drawn, failed = tasks.get()
-        _count(drawn, _AT_WORK, 1)
+        kernel, args, cursor, errors = tasks.get()
+        _add_from_python(cursor, _AT_WORK, 1)
         try:
-            kernel(*args, drawn)
+            kernel(*args, cursor)
         except BaseException as error:  # whatever it is, the caller must hear of it
-            failed.append(error)
+            errors.append(error)
         finally:
-            _count(drawn, _AT_WORK, -1)
-        del kernel, args, drawn, failed  # or an idle helper would keep the arrays
+            _add_from_python(cursor, _AT_WORK, -1)
+        del kernel, args, cursor, errors  # or an idle helper would keep the arrays
 
 
-def threads_for(work):
-    "How many threads `work` multiply-adds are worth: numba's number, or one."
-    return numba.get_num_threads() if work >= MIN_PARALLEL_MACS else 1
+MIN_PARALLEL_MACS = 1 << 21  # with fewer the caller alone is done before a second thread could help
 
 
-def parallel_for(threads, n, kernel, *args):
-    """kernel(n, *args, drawn) on `threads` threads at once, this one among them. Each does the run of range(n) that draw_run(drawn, n) gives it,
-    says so by finish(drawn, begin, end), and draws again until there is none.
+def threads_for(macs: int, threads: int) -> int:
+    "How many of `threads` threads so many multiply-adds are worth: all or one."
+    return threads if macs >= MIN_PARALLEL_MACS else 1
 
-    Returns when all is done, or, if this thread is interrupted or any fails, when no other is at work any more. Raises what was raised.
+
+def parallel_for(threads: int, n: int, kernel: Callable, *args: Any) -> None:
+    """Run kernel(n, *args, cursor) on `threads` threads at once, this thread among them.
+
+    The kernel takes chunks of range(n) with next_chunk(cursor, n) until there is none, and calls chunk_done after each.
+    Returns when all items are done. If the kernel raises on any thread, or this thread is interrupted, no other chunk
+    is begun, and the error is raised here when no thread is at work any more. Several threads may call parallel_for at
+    the same time.
     """
-    drawn, failed = np.array([0, 0, n if threads == 1 else -(-n // (CHUNKS_PER_THREAD * threads)), 0], np.int64), []
+    chunk = n if threads == 1 else -(-n // (CHUNKS_PER_THREAD * threads))
+    cursor = np.array([0, 0, chunk, 0], np.int64)
+    errors: list[BaseException] = []
     if threads == 1:
-        return kernel(n, *args, drawn)
-    kernel(0, *args, np.zeros_like(drawn))  # is compiled here, where Ctrl-C is heard, and not in a helper that would be waited for
+        return kernel(n, *args, cursor)
+    kernel(0, *args, np.zeros_like(cursor))  # compiles
     while len(_helpers) < min(threads, CORES) - 1:
         _helpers.append(start_new_thread(_help, (_tasks,)))
     try:
         for _ in range(threads - 1):
-            _tasks.put((kernel, (n, *args), drawn, failed))
-        kernel(n, *args, drawn)
-        while not _finished(drawn, n) and not failed:
-            time.sleep(0)  # for the rest of a run: a turn for whoever needs this core
+            _tasks.put((kernel, (n, *args), cursor, errors))
+        kernel(n, *args, cursor)
+        while not _all_done(cursor, n) and not errors:
+            time.sleep(0)  # gives this core to another thread
     finally:
-        if not _finished(drawn, n):
-            _count(drawn, _NEXT, EXHAUSTED)
-            while _count(drawn, _AT_WORK, 0):
+        if not _all_done(cursor, n):
+            _add_from_python(cursor, _NEXT, EXHAUSTED)
+            while _add_from_python(cursor, _AT_WORK, 0):
                 time.sleep(0)
-    if failed:
-        raise failed[0]
+    if errors:
+        raise errors[0]
 
 
 __all__ = [

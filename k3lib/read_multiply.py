@@ -3,20 +3,16 @@
 Made from book/05_streaming/12_read_multiply.py: edit that, then run `make export`.
 """
 
-# built on simd 82ba8ef1cec4
-# built on parallel b466791e900b
-# built on matmul da409453befe
-# built on disk d270426aac64
 import math
 import sys
 from itertools import count
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
-from k3lib.simd import INNER, KERNEL
+from k3lib.kernel_cache import inner, kernel
 from k3lib.parallel import next_item
-from k3lib.matmul import TILE, matmul_rows, mxfp4_rows
+from k3lib.matmul import TILE, matmul_rows
 from k3lib.disk import ARRAY_DTYPE, PAGE, READ_UNIT, typed
 
 
@@ -56,7 +52,7 @@ def clock(typingctx, which):
     return types.float64(types.int64), codegen
 
 
-@njit(**INNER)
+@inner
 def read_unit(descriptor, offset, nbytes, slot, at, journal, p):
     "Read piece `p`, `nbytes` at `offset`, into slot[at:], `at` a whole page; returns where it begins, -1 if not all of it came."
     low = offset - offset % PAGE
@@ -71,14 +67,14 @@ def read_unit(descriptor, offset, nbytes, slot, at, journal, p):
     return at + offset - low
 
 
-@njit(**INNER)
+@inner
 def unit_multiplied(journal, p):
     "Write down that piece `p` has been multiplied."
     journal[p + 1, 1], journal[p + 1, 3] = clock(WALL), clock(BUSY) - journal[p + 1, 3]
     journal[0, 3] += journal[p + 1, 3]
 
 
-@njit(**KERNEL)
+@kernel
 def _stream_rows(descriptor, offset, rows, piece, stride, slot, elements, k, x, out, first, drawn, journal):
     """Rows [rows, k] at `offset`, read `piece` at a time into `slot`, of which `elements` is another view, as long as `drawn` gives
     pieces. Returns the number that is no piece any more, or that of a piece which did not come as it should."""
@@ -132,13 +128,13 @@ def stream_rows(files, read, slot, x, out, drawn):
         files.multiply(rows.nbytes, matmul_rows, rows, x, out, read.first + at)
 
 
-@njit(**KERNEL)
+@kernel
 def place_in_slot(at, kept, offset, start):
     "Where in a slot the page of byte `start` goes: to slot[at:], where that of `offset` is, or as far behind it as in the file if `kept`."
     return at + (start - start % PAGE) - (offset - offset % PAGE) if kept else at
 
 
-@njit(**KERNEL)
+@kernel
 def stream_packed(descriptor, offset, rows, piece, slot, at, kept, scale_offset, groups, scale_at, halves, out, journal):
     """The rows of a packed matrix at `offset`, read `piece` at a time into slot[at:], one after the other if `kept`; before them their
     scales, [rows, groups] at `scale_offset`, into slot[scale_at:]. Returns the pieces of rows done."""
@@ -155,7 +151,7 @@ def stream_packed(descriptor, offset, rows, piece, slot, at, kept, scale_offset,
         begin = read_unit(descriptor, start, n * row, slot, place_in_slot(at, kept, offset, start), journal, p + 1)
         if begin < 0:
             return p
-        mxfp4_rows(slot[begin:begin + n * row].reshape(n, row), scale[first:first + n], halves, out, first)
+        matmul_rows((slot[begin:begin + n * row].reshape(n, row), scale[first:first + n]), halves, out, first)
         unit_multiplied(journal, p + 1)
     return pieces
 

@@ -3,12 +3,9 @@
 Made from book/03_mla/02_residual.py: edit that, then run `make export`.
 """
 
-# built on simd 82ba8ef1cec4
-# built on matmul da409453befe
-# built on functions 81a78568089f
 import numpy as np
-from numba import njit
-from k3lib.simd import KERNEL, fma
+from k3lib.kernel_cache import kernel
+from k3lib.simd import fma
 from k3lib.matmul import NotFinite, dot
 from k3lib.functions import exp
 
@@ -16,7 +13,7 @@ from k3lib.functions import exp
 _ZERO, _LOWEST, _FAINT = np.float32(0), np.float32(-np.inf), np.float32(-60)
 
 
-@njit(**KERNEL)
+@kernel
 def _depth_weights(sources, query, eps, weights):
     n, T, H = sources.shape
     for t in range(T):
@@ -54,7 +51,7 @@ def depth_weights(sources, n, norm_w, proj_w, eps):
     return weights
 
 
-@njit(**KERNEL)
+@kernel
 def _weighted_sum(sources, weights, out):
     n, T, H = sources.shape
     for t in range(T):

@@ -3,18 +3,15 @@
 Made from book/04_moe_router/01_router.py: edit that, then run `make export`.
 """
 
-# built on simd 82ba8ef1cec4
-# built on functions 81a78568089f
 import numpy as np
-from numba import njit
-from k3lib.simd import KERNEL
+from k3lib.kernel_cache import kernel
 from k3lib.functions import sigmoid
 
 
 _ZERO, _TINY = np.float32(0), np.float32(1e-20)
 
 
-@njit(**KERNEL)
+@kernel
 def _route(logits, bias, scale, best, ids, weights):
     k = ids.shape[1]
     for t in range(logits.shape[0]):

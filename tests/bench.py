@@ -26,7 +26,7 @@ from k3lib.plan import PlanError
 from k3lib.kda import kda_recurrent, kda_state
 from k3lib.matmul import ResidentMatrix, linear
 from k3lib.mla import attend
-from k3lib.matmul import deinterleaved, mxfp4_rows
+from k3lib.matmul import PackedMatrix
 from k3lib.parallel import CORES
 from k3lib.trunk import max_concurrent_blocks
 
@@ -67,23 +67,24 @@ def kernels(rounds=15):
     rng = np.random.default_rng(0)
     ones = np.ones(1 << 28, np.float32)
     matrices = [ResidentMatrix(rng.integers(0x3c00, 0x3d00, (12288, 7168), np.uint16)) for _ in range(5)]
-    experts = [(rng.integers(0, 256, (3072, 1792), np.uint8), rng.integers(120, 124, (3072, 112), np.uint8)) for _ in range(160)]
+    experts = [PackedMatrix(rng.integers(0, 256, (3072, 1792), np.uint8), rng.integers(120, 124, (3072, 112), np.uint8))
+               for _ in range(160)]
     x, y = rng.standard_normal((1, 7168), np.float32), np.empty((1, 12288), np.float32)
-    halves, ws, pool = deinterleaved(rng.standard_normal((1, 3584), np.float32)), np.empty((CORES, 1, 3072), np.float32), ThreadPoolExecutor(CORES)
+    z, ws, pool = rng.standard_normal((1, 3584), np.float32), np.empty((CORES, 1, 3072), np.float32), ThreadPoolExecutor(CORES)
 
     def bf16():
         for matrix in matrices:
-            linear(matrix, x, y)
+            linear(matrix, x, out=y)
 
     def mine(first):
-        for packed, scale in experts[first::CORES]:
-            mxfp4_rows(packed, scale, halves, ws[first], 0)
+        for expert in experts[first::CORES]:
+            expert.multiply(z, ws[first], 1)
 
     def mxfp4():  # each thread its own, as the readers of chapter 5.4
         list(pool.map(mine, range(CORES)))
 
     seconds = in_turns({"read": lambda: read_sum(ones), "bf16": bf16, "mxfp4": mxfp4}, rounds)
-    weights = sum(packed.size * 2 for packed, _ in experts)
+    weights = sum(expert.packed.size * 2 for expert in experts)
     return {"read_sum_GBs": rate(ones.nbytes / 1e9, seconds["read"]),
             "bf16_GBs": rate(sum(m.array.nbytes for m in matrices) / 1e9, seconds["bf16"]),
             "mxfp4_Gweights": rate(weights / 1e9, seconds["mxfp4"])}

@@ -10,16 +10,16 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import test_linear
-import test_mxfp4
+import test_functions
+import test_matmul
 from common import ROOT
 from numba.core.registry import cpu_target
 
 MODEL = "0e33c8adb6a79b6098051b71fdbc136bea025666aaa239efca7116cdc5819a70"  # of the logits of contract.IDS
 # What is None here is compared with this CPU and one thread: numpy draws its numbers, and another system's numpy may draw others.
 WRITTEN_DOWN = {
-    "test_mxfp4": test_mxfp4.WRITTEN_DOWN,
-    "test_linear": test_linear.WRITTEN_DOWN,
+    "test_matmul": test_matmul.WRITTEN_DOWN,
+    "test_functions": test_functions.WRITTEN_DOWN,
     "test_mla": None,
     "test_residual": None,
     "model": {f"chunks of {n}": MODEL for n in (1, 2, 3, 7, 10)} | {"4, then steps": MODEL, "each prefix anew": MODEL},

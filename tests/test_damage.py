@@ -16,7 +16,7 @@ from k3lib.config import read_config
 from k3lib.fileio import CheckpointError
 from k3lib.functions import rms_norm
 from k3lib.kda import kda_decay, l2norm
-from k3lib.matmul import NotFinite, ResidentMatrix, linear, mxfp4_matmul
+from k3lib.matmul import NotFinite, PackedMatrix, ResidentMatrix, linear, mxfp4_matmul
 from k3lib.mla import attend
 from k3lib.moe import Expert, expert_mlp
 from k3lib.residual import mix
@@ -203,7 +203,8 @@ def test_a_scale_of_255_makes_nan_of_zeros(T):
         for group in range(3):
             packed, scale = np.zeros((6, 48), np.uint8), np.full((6, 3), 127, np.uint8)
             scale[row, group] = 255
-            out = mxfp4_matmul(packed, scale, np.zeros((T, 96), np.float32), np.empty((T, 6), np.float32))
+            out = np.empty((T, 6), np.float32)
+            PackedMatrix(packed, scale).multiply(np.zeros((T, 96), np.float32), out, 1)
             assert np.isnan(out[:, row]).all() and np.isfinite(np.delete(out, row, 1)).all()
 
 

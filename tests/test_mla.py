@@ -261,7 +261,7 @@ def test_threads(heads, all_threads):
         numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
 
 
-def contract():
+def contract(threads):
     "Digests that are the same on every CPU (test_contract.py): attention over three tiles of cache."
     kv_b, q, cache = case(5, 24, 8, 20, 72, 5, 150)
     return {"attend, 5 heads": digest(attend(ResidentMatrix(bf16(kv_b)), q, cache, 150, 20))}

@@ -152,7 +152,7 @@ def test_any_cut_of_any_width(width, size):
     same(f"chunks of {size}", np.concatenate(parts), mixed(sources, 5, norm, proj))
 
 
-def contract():
+def contract(threads):
     "Digests that are the same on every CPU (test_contract.py): a mix of seven sources."
     sources, norm, proj = (np.random.default_rng(3).normal(size=shape).astype(np.float32) for shape in ((7, 3, 100), 100, 100))
     return {"mix, 7 sources": digest(mixed(sources, 7, norm, proj))}

@@ -1,26 +1,25 @@
 # %% [markdown]
 # # 1.1 Four bits a weight
 #
-# Nearly all of Kimi K3 is routed experts, stored in blocks of 32 four-bit codes and one scale byte. At the end of this chapter you can
-# decode a block on paper, multiply by a packed matrix without ever unpacking it in memory, and say which bits the answer has on any CPU.
+# Nearly all of Kimi K3 is routed experts, stored in blocks of 32 four-bit codes and one scale byte. At the end of
+# this chapter you can decode a block on paper, recognise four wrong readings of the same bytes, and say what the
+# format costs.
 #
 # [contents](../README.md) · [1.2 Sixteen lanes as one value](02_simd.ipynb)
 
 # %%
-import statistics
-import time
 from pathlib import Path
 
-import llvmlite.binding as llvm
 import matplotlib.pyplot as plt
 from safetensors.numpy import load_file
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 plt.style.use(ROOT / "book" / "k3.mplstyle")
 
+# %% tags=["export"]
+import numpy as np
+
 # %% tags=["parameters"]
-experts = 16  # held in memory for the timings: what one layer reads for one token, 281 MB
-rounds = 5  # A B A B ... and the median
 seed = 0
 
 
@@ -35,13 +34,14 @@ seed = 0
 # | packed bytes | byte $j$ holds weight $2j$ in its **low** nibble, $2j+1$ in its high one | 3072 × 1792 | `packed` |
 # | scales | one byte a group of 32 | 3072 × 112 | `scale` |
 #
-# The format is OCP Microscaling v1.0, "MXFP4". In the checkpoint a matrix is two tensors, `weight_packed` and `weight_scale`.
+# The format is OCP Microscaling v1.0, "MXFP4". In the checkpoint a matrix is two tensors, `weight_packed` and
+# `weight_scale`.
 
 # %% [markdown]
 # ## 1.1.1 By hand: one block
 #
-# A code is a tiny floating-point number. Exponent field 0 means no hidden one (a subnormal), as in IEEE formats; the exponent's bias is 1,
-# and there is neither infinity nor NaN. Sixteen lines make the whole table.
+# A code is a tiny floating-point number. Exponent field 0 means no hidden one (a subnormal), as in IEEE formats. The
+# exponent's bias is 1, and there is neither infinity nor NaN. Sixteen values make the whole table.
 
 # %%
 def e2m1(code):
@@ -54,27 +54,22 @@ def e2m1(code):
 [e2m1(code) for code in range(16)]
 
 # %% tags=["export"]
-import numpy as np
-
-# %% tags=["export"]
-E2M1 = np.array([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-
-
-SCALE = np.array([*np.ldexp(np.float32(1), np.arange(255) - 127), np.nan], np.float32)
-
-
+E2M1 = np.array([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # value of each code
+SCALE = np.array([*np.ldexp(np.float32(1), np.arange(255) - 127), np.nan], np.float32)  # value of each scale byte
 GROUP = 32  # elements that share one scale byte
 
 # %% [markdown]
-# `SCALE` holds the meaning of every scale byte: $2^{e-127}$, and NaN for 255. Take sixteen bytes and one scale byte, 126, which stands for a half. The first byte is `0x2f`: its low nibble `f` is weight 0,
-# its high nibble `2` is weight 1. A byte reads right to left.
+# `SCALE` holds the meaning of every scale byte: $2^{e-127}$, and NaN for 255. Take sixteen bytes and one scale byte,
+# 126, which stands for a half. The first byte is `0x2f`: its low nibble `f` is weight 0, its high nibble `2` is
+# weight 1. A byte reads right to left.
 
 # %%
 assert E2M1.tolist() == [e2m1(code) for code in range(16)]
 block = bytes.fromhex("2f 71 08 53") * 4
 for j, byte in enumerate(block[:4]):
     low, high = byte & 15, byte >> 4
-    print(f"byte {j} = {byte:02x}   w[{2 * j}] = {e2m1(low):4} / 2 = {e2m1(low) / 2:5}   w[{2 * j + 1}] = {e2m1(high):4} / 2 = {e2m1(high) / 2:5}")
+    print(f"byte {j} = {byte:02x}   w[{2 * j}] = {e2m1(low):4} / 2 = {e2m1(low) / 2:5}"
+          f"   w[{2 * j + 1}] = {e2m1(high):4} / 2 = {e2m1(high) / 2:5}")
 
 
 # %% [markdown]
@@ -82,11 +77,11 @@ for j, byte in enumerate(block[:4]):
 #
 # $$w_i = 2^{e-127}\, v_{c_i}$$
 #
-# The scale has no mantissa, so the multiplication only moves the exponent: it is exact as long as the result fits float32. The standard
-# gives byte 255 to NaN.
+# The scale has no mantissa, so the multiplication only moves the exponent: it is exact as long as the result fits
+# float32. The standard gives byte 255 to NaN.
 
 # %% tags=["export"]
-def decode(packed, scale):
+def decode(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """Weights float32 [..., k] from `packed` uint8 [..., k/2], low nibble first, and `scale` uint8 [..., k/32].
 
     OCP Microscaling v1.0: value = E2M1[nibble] * 2^(scale - 127); scale byte 255 is NaN.
@@ -101,13 +96,15 @@ assert by_hand[:8].tolist() == [-3, .5, .25, 3, -0., 0, .75, 1.5]
 by_hand[:8]
 
 # %% [markdown]
-# The fixture `fixtures/ops/mxfp4` was computed by another library in float64. Its table holds every code under every scale byte from 0 to
-# 254. `decode` must give it **exactly**; the only difference allowed is the overflow of float32 itself.
+# The fixture `fixtures/ops/mxfp4` was computed by another library in float64. Its table holds every code under every
+# scale byte from 0 to 254. `decode` must give it **exactly**; the only difference allowed is the overflow of float32
+# itself.
 
 # %%
 fixture = {name: array.copy() for name, array in load_file(ROOT / "fixtures/ops/mxfp4.safetensors").items()}
 with np.errstate(over="ignore"):
-    table, exact = decode(fixture["table_packed"][:255], fixture["table_scale"][:255]), fixture["table_f64"].astype(np.float32)
+    table = decode(fixture["table_packed"][:255], fixture["table_scale"][:255])
+    exact = fixture["table_f64"].astype(np.float32)
 assert np.array_equal(table, exact)
 for byte in (0, 1, 2, 253, 254):
     print(f"scale {byte:3}: codes 1, 2, 7 ->", *(f"{v:.3g}" for v in table[byte, [1, 2, 7]]))
@@ -115,11 +112,12 @@ print("scale 255:", decode(fixture["table_packed"][255:], fixture["table_scale"]
 
 
 # %% [markdown]
-# The ends of the range are where shortcuts break. $2^{-127}$ (byte 0) is subnormal in float32: 1 has no place in its exponent
-# field for it. Bytes 253 and 254 overflow to infinity for large codes, as they should.
+# The ends of the range are where shortcuts break. $2^{-127}$ (byte 0) is below the smallest normal float32, so an
+# exponent field cannot hold it. Bytes 253 and 254 overflow to infinity for large codes, as they should.
 #
-# The tempting shortcut puts the byte straight into the exponent field. Right for 1 to 254, wrong at both ends: a zero, and an
-# infinity that looks like an overflow where a damaged file should be noticed.
+# The tempting shortcut puts the byte straight into the exponent field. It is right for 1 to 254 and wrong at both
+# ends. Byte 0 becomes a zero. Byte 255 becomes an infinity, which looks like an overflow where a damaged file should
+# be noticed.
 
 # %%
 def shifted(byte):
@@ -135,8 +133,9 @@ for byte in (0, 1, 127, 254, 255):
 # %% [markdown]
 # ## 1.1.3 The slow, certain product
 #
-# Decode, widen to float64, multiply, sum. Every faster form of this chapter must agree with it to the fixture's tolerance: 1e-5 of the
-# largest output, more than ten times the distance between float32 and float64 arithmetic here.
+# Decode, widen to float64, multiply, sum. The fast product of chapter 1.4 must agree with it to the fixture's
+# tolerance:
+# 1e-5 of the largest output, more than ten times the distance between float32 and float64 arithmetic here.
 
 # %%
 TOLERANCE = 1e-5  # fixtures/ops/README.md, section mxfp4
@@ -155,7 +154,8 @@ def distance(y, expected):
 packed, scale, x, y = (fixture[name] for name in ("matvec_packed", "matvec_scale", "x", "matvec_y"))
 assert np.array_equal(decode(packed, scale), fixture["matvec_weight"])
 assert distance(reference(packed, scale, x), y) < TOLERANCE
-print(f"{packed.shape[0]} rows of {x.size} weights: {packed.nbytes + scale.nbytes:,} bytes; relative difference below 1e-6:", distance(reference(packed, scale, x), y) < 1e-6)
+print(f"{packed.shape[0]} rows of {x.size} weights: {packed.nbytes + scale.nbytes:,} bytes; "
+      f"relative difference below 1e-6: {distance(reference(packed, scale, x), y) < 1e-6}")
 
 
 # %% [markdown]
@@ -181,19 +181,20 @@ for name, weight in traps.items():
     print(f"{name:30} off by {distance(weight @ x.astype(float), y):.2g} of the largest output")
 
 # %% [markdown]
-# The first is the worst, because nothing else can find it. Two weights of one byte change places; they share a scale; so minimum, maximum,
-# mean, deviation, histogram and the norm of every row stay what they were.
+# The first is the worst, because only a product can find it. Two weights of one byte change places, and they share a
+# scale. So minimum, maximum, mean, deviation, histogram and the norm of every row stay what they were.
 
 # %%
 right, swapped = decode(packed, scale), traps["nibbles swapped"]
 assert np.array_equal(np.sort(right, 1), np.sort(swapped, 1))
-print("every row holds the same numbers:", np.array_equal(np.sort(right, 1), np.sort(swapped, 1)), "  correlation of the outputs:",
-      f"{np.corrcoef(y, swapped @ x)[0, 1]:.2f}")
+print("every row holds the same numbers:", np.array_equal(np.sort(right, 1), np.sort(swapped, 1)),
+      f"  correlation of the outputs: {np.corrcoef(y, swapped @ x)[0, 1]:.2f}")
 fig, (ax, ay) = plt.subplots(1, 2)
 bins = np.linspace(-0.1, 0.1, 60)
 ax.hist(right.ravel(), bins, label="right")
 ax.hist(swapped.ravel(), bins, histtype="step", lw=1.4, label="nibbles swapped")
-ax.set(xlabel="weight", ylabel="number of weights", yscale="log", ylim=(300, 3e5), title="Swapped nibbles keep the histogram")
+ax.set(xlabel="weight", ylabel="number of weights", yscale="log", ylim=(300, 3e5))
+ax.set_title("Swapped nibbles keep the histogram")
 ax.legend(loc="upper left")
 ay.plot(y, reference(packed, scale, x), ".", label="right")
 ay.plot(y, swapped @ x, ".", label="nibbles swapped")
@@ -205,15 +206,18 @@ plt.show()
 # %% [markdown]
 # ## 1.1.5 What four bits can say
 #
-# Going the other way shows what the format costs. The standard's recipe takes the block's largest magnitude, sets $2^{e-127}$ so that it
-# falls between 4 and 8, and rounds each weight to the nearest value. What lies above 6 is clipped to 6.
+# Going the other way shows what the format costs. The standard's recipe takes the block's largest magnitude, chooses
+# $2^{e-127}$ so that this magnitude falls between 4 and 8, and rounds each weight to the nearest value. A magnitude
+# above
+# 6 is clipped to 6.
 
 # %%
 def quantise(w):
     "The nearest MXFP4 weights to float32 `w` [..., k]: (packed, scale)."
     blocks = w.reshape(*w.shape[:-1], -1, GROUP).astype(np.float64)
     exponent = np.floor(np.log2(np.abs(blocks).max(-1, keepdims=True))) - 2
-    codes = np.abs(blocks[..., None] / 2.0**exponent[..., None] - (E2M1 + 0.0)).argmin(-1).reshape(w.shape).astype(np.uint8)
+    codes = np.abs(blocks[..., None] / 2.0**exponent[..., None] - (E2M1 + 0.0)).argmin(-1)
+    codes = codes.reshape(w.shape).astype(np.uint8)
     return codes[..., 0::2] | codes[..., 1::2] << 4, (exponent[..., 0] + 127).astype(np.uint8)
 
 
@@ -231,14 +235,15 @@ ax.plot(v, q)
 ax.plot(E2M1[:8], E2M1[:8], "o", ms=4)
 ax.set(xlabel="weight / scale", ylabel="nearest value", title="Eight magnitudes: steps of ½, 1, 2")
 ay.plot(v, 100 * np.abs(q - v) / v)
-ay.set(xlabel="weight / scale", ylabel="relative error (%)", ylim=(0, 60), title="Worst below ½; above 6 it is clipped")
+ay.set(xlabel="weight / scale", ylabel="relative error (%)", ylim=(0, 60))
+ay.set_title("Worst below ½; above 6 it is clipped")
 plt.show()
 
 # %% [markdown]
 # ## 1.1.6 Bytes, and the most that can be asked
 #
-# A decode step multiplies every weight it reads once. Nothing is used twice, so memory sets the pace: rate = bandwidth / bytes per weight.
-# At 4.25 bits a weight needs 0.53 bytes; unpacked to float32 it would need 4.
+# A decode step multiplies every weight it reads once. Nothing is used twice, so memory sets the pace: rate =
+# bandwidth / bytes per weight. At 4.25 bits a weight needs 0.53 bytes; unpacked to float32 it would need 4.
 
 # %%
 intermediate, latent = 3072, 3584  # moe_intermediate_size, routed_expert_hidden_size
@@ -252,16 +257,16 @@ print(f"one token, 92 x 16: {92 * 16 * weights / 1e9:.1f} G weights, {92 * 16 * 
 # %% [markdown]
 # ## Summary
 #
-# - A weight is $2^{e-127}$ times one of sixteen values; low nibble first; 4.25 bits. Swapped nibbles pass every check but a product.
-# - A vector of sixteen lanes is a value of the language here. That fixes the order of every sum, and the same IR runs everywhere.
-# - A decode step is a stream of bytes: multiply packed, and the memory's speed is the speed of the experts.
+# - A weight is $2^{e-127}$ times one of sixteen values; low nibble first; 4.25 bits. Swapped nibbles pass every check
+#   but a product.
+# - Both ends of the scale need care: byte 0 is subnormal, byte 255 is NaN.
+# - A decode step is a stream of bytes, so the product must take the weights packed.
 #
 # ## Exercises
 #
-# 1. Write `encode(w)` that returns the packed bytes of weights that *are* on the grid, and show `decode(encode(w))` keeps every bit,
-#    minus zero included. (`quantise` above loses it. Where?)
-# 2. `_by_arithmetic` uses two selects. Build the float directly from code bits, `0x3f000000 + (t << 22)` for $t \ge 2$; which codes need
-#    care, and does it win on your CPU?
-# 3. Give K3 groups of 16 instead of 32 weights a scale. How many bits a weight, how many bytes an expert, and which line of the kernel changes?
+# 1. Write `encode(w)` that returns the packed bytes of weights that *are* on the grid, and show `decode(encode(w))`
+#    keeps every bit, minus zero included. (`quantise` above loses it. Where?)
+# 2. Give K3 groups of 16 instead of 32 weights a scale. How many bits a weight, how many bytes an expert?
 #
-# Next: [1.3](03_linear.ipynb) does the same for bf16 rows, writes exp, tanh and the norm, and states the contract in full.
+# Next: [1.2](02_simd.ipynb) makes sixteen float32 lanes one value of the language, for sums with the same bits on any
+# CPU.

@@ -1,95 +1,147 @@
 # %% [markdown]
 # # 1.3 Threads that share a kernel's work
 #
-# [1.2 Sixteen lanes as one value](02_simd.ipynb) · [contents](../README.md) · [1.4 One row, one order](04_matmul.ipynb)
+# A matrix product is many independent pieces, and a machine has several cores. At the end of this chapter a kernel's
+# work is shared among threads in ten lines of the kernel, a failure or a Ctrl-C ends all of them, and nobody waits
+# for a thread that has nothing left to do.
+#
+# [1.2 Sixteen lanes as one value](02_simd.ipynb) · [contents](../README.md) ·
+# [1.4 One row, one order](04_matmul.ipynb)
 
-# %% [markdown]
-# The driver cuts the matrix into tiles of sixteen rows, 30 KB here, which the nearest cache holds, and walks all tokens over a tile before the
-# next one. Tiles are independent, so threads may take them in any way. They draw runs of them from one counter: whoever is done takes the
-# next, and all end within a run of each other. The addition is atomic, so no tile is drawn twice. A run is several tiles, because at its end
-# memory has been asked for rows that another thread will take.
+# %%
+import statistics
+
+from numba import njit
 
 # %% tags=["export"]
 import os
 import time
 from _thread import start_new_thread
+from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Any
+
 import numba
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
-from k3lib.simd import INNER, KERNEL, element_pointer
+
+from k3lib.kernel_cache import inner, kernel
+from k3lib.simd import element_pointer
+
+# %% tags=["parameters"]
+rounds = 5  # A B A B ... and the median
+
+# %% [markdown]
+# ## 1.3.1 One counter for all
+#
+# A kernel's work is a range of items: the tiles of a matrix, the heads of a layer. Items are independent, so any
+# thread may take any of them. Threads take *chunks*, runs of neighbouring items, from one counter, the *cursor*. A
+# thread that has done its chunk takes the next one. So all threads end within a chunk of each other, however unequal
+# their cores are.
+#
+# The cursor is four int64:
+#
+# | element | meaning |
+# |---|---|
+# | `_NEXT` | first item that no thread has taken |
+# | `_DONE` | items of the chunks that are done |
+# | `_CHUNK` | items in a chunk |
+# | `_AT_WORK` | helpers that are inside the kernel |
+#
+# Two threads may add to the same element at the same moment. The addition is *atomic*: read, add and write are one
+# step that no other thread can enter, so no item is taken twice. Its order `acq_rel` means that everything a thread
+# has stored before its addition is visible to the thread that sees the sum. Whoever reads that all items are done can
+# read their results.
 
 # %% tags=["export"]
-CORES = numba.config.NUMBA_NUM_THREADS
+CORES = numba.config.NUMBA_NUM_THREADS  # cores this process may use
+EXHAUSTED = 1 << 62  # a cursor whose next item is at least this has no items left
+CHUNKS_PER_THREAD = 8  # of equal work: few, as a chunk's start costs something; enough that all threads end together
 
-
-EXHAUSTED = 1 << 62  # a counter set to this gives nothing more to do
-
-
-CHUNKS_PER_THREAD = 8  # that a thread draws of its share: few enough to lose little where one ends, enough to end together
-
-
-_NEXT, _DONE, _STEP, _AT_WORK = range(4)  # the counters of spread(): int64, as is the one that chapter 5 draws from
+_NEXT, _DONE, _CHUNK, _AT_WORK = range(4)
 
 
 @intrinsic
-def _add(typingctx, counters, i, n):
-    "(int64 [], int64, int64): counters[i] += n, whoever else does so at this moment; returns what it was. What was stored before is seen after."
+def _add(typingctx, cursor, i, n):
+    "(int64 [], int64, int64) -> cursor[i] as it was before n was added to it, in one step."
     def codegen(context, builder, sig, args):
-        return builder.atomic_rmw("add", element_pointer(context, builder, sig.args[0], args[0], args[1], ir.IntType(64)), args[2], "acq_rel")
-    return types.int64(counters, types.int64, types.int64), codegen
+        pointer = element_pointer(context, builder, sig.args[0], args[0], args[1])
+        return builder.atomic_rmw("add", pointer, args[2], "acq_rel")
+    return types.int64(cursor, types.int64, types.int64), codegen
 
 
-@njit(**KERNEL)
-def next_item(counter):
-    "The next number, from 0, of a `counter` int64 [1] that several threads share."
-    return _add(counter, _NEXT, 1)
+# %% tags=["export"]
+@kernel
+def next_item(cursor):
+    "The next number, from 0, of a `cursor` int64 [1] that several threads share. Each number is given once."
+    return _add(cursor, _NEXT, 1)
 
 
-@njit(**INNER)
-def next_chunk(drawn, n):
-    "(begin, end) of the next run of range(n) for whoever draws; begin >= n if there is none. `drawn` is what spread() gives a kernel."
-    begin = _add(drawn, _NEXT, drawn[_STEP])
-    return begin, min(begin + drawn[_STEP], n)
+@inner
+def next_chunk(cursor, n):
+    "(begin, end) of the next chunk of range(n); begin >= n if no chunk is left. `cursor` is what parallel_for gives."
+    begin = _add(cursor, _NEXT, cursor[_CHUNK])
+    return begin, min(begin + cursor[_CHUNK], n)
 
 
-@njit(**INNER)
-def chunk_done(drawn, begin, end):
-    "Count that a run that was drawn is done."
-    _add(drawn, _DONE, end - begin)
+@inner
+def chunk_done(cursor, begin, end):
+    "Say that the items of a chunk are done and their results stored."
+    _add(cursor, _DONE, end - begin)
 
 
-@njit(**KERNEL)
-def _finished(drawn, n):
-    "Whether all n are done, now or within some microseconds."
+@kernel
+def _all_done(cursor, n):
+    "Whether all n items are done, now or within some microseconds."
     for _ in range(1000):
-        if _add(drawn, _DONE, 0) >= n:
+        if _add(cursor, _DONE, 0) >= n:
             return True
     return False
 
 
-@njit(**KERNEL)
-def _count(drawn, i, n):
-    return _add(drawn, i, n)
+@kernel
+def _add_from_python(cursor, i, n):
+    return _add(cursor, i, n)
 
 
 # %% [markdown]
-# Who are they? The caller, and threads that wait at a queue: a kernel gives up the interpreter's lock while it runs. numba's `prange` would write
-# this for us. But it takes the loop apart and compiles it once more, which is dear where a dozen kernels have to be ready for a first token, some
-# of its layers of threads may not be called by two threads at once, and others spin while they wait, on cores that chapter 5 needs for reading.
-# Python's own pool of threads hands over through locks that an interrupt at the wrong moment leaves locked; a `SimpleQueue` does it in one call.
+# A kernel that shares its work looks like this one. Its first argument is the number of items, its last the cursor.
+
+# %%
+@njit(nogil=True)
+def busy(n, sums, cursor):
+    "n items of about a microsecond each."
+    while True:
+        begin, end = next_chunk(cursor, n)
+        if begin >= n:
+            return
+        for item in range(begin, end):
+            for _ in range(1000):
+                sums[item] *= 0.5
+        chunk_done(cursor, begin, end)
+
+
+# %% [markdown]
+# ## 1.3.2 Who the threads are
 #
-# To wake a thread takes longer than a small product, so small work stays with the caller. And the caller, when nothing is left to draw, does not
-# wait for the others to say that they have ended, which would cost more turns of the interpreter's lock: what counts is that every run is done.
-# A helper that comes late finds nothing to draw. The first lines of 1.4.7 measure the prices.
+# The threads are the caller and *helpers*, which wait at a queue. A kernel gives up the interpreter's lock while it
+# runs, so Python's threads really run side by side.
 #
-# Ctrl-C ends this in order: nothing more can be drawn, and the caller leaves when no helper is at work on its arrays. It may come anywhere, so
-# what must be taken back is inside the `try`.
+# Numba's `prange` would write all this for us. Three things speak against it. It takes the loop apart and compiles it
+# once more. A dozen kernels have to be ready before a first token, and with `prange` that took a third longer. Some of
+# its layers of threads may not be called by two threads at once. Others spin while they wait, on cores that chapter 5
+# needs for reading.
+#
+# Python's own thread pool hands over work through several locks. An interrupt at the wrong moment leaves one of them
+# locked for ever. A `SimpleQueue` hands over in one call that an interrupt cannot divide. `threading.Thread.start`
+# has the same trouble: it waits, at a lock, until the new thread runs. `_thread.start_new_thread` does not wait.
+#
+# A process that is forked off has none of its parent's threads. It begins with a new queue and no helpers.
 
 # %% tags=["export"]
-MIN_PARALLEL_MACS = 1 << 21  # multiply-adds: with fewer the caller alone is done before a second thread could help
+_tasks: SimpleQueue = SimpleQueue()  # at which helpers wait
+_helpers: list[int] = []  # their identities
 
 
 def _forget_helpers():
@@ -97,90 +149,142 @@ def _forget_helpers():
     _tasks, _helpers = SimpleQueue(), []
 
 
-_forget_helpers()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_helpers)  # a child has none of its parent's threads
+    os.register_at_fork(after_in_child=_forget_helpers)
 
 
 def _help(tasks):
-    "A helper's life."
+    "A helper's life: take a task, run its kernel, say what the kernel raised."
     while True:
-        kernel, args, drawn, failed = tasks.get()
-        _count(drawn, _AT_WORK, 1)
+        kernel, args, cursor, errors = tasks.get()
+        _add_from_python(cursor, _AT_WORK, 1)
         try:
-            kernel(*args, drawn)
+            kernel(*args, cursor)
         except BaseException as error:  # whatever it is, the caller must hear of it
-            failed.append(error)
+            errors.append(error)
         finally:
-            _count(drawn, _AT_WORK, -1)
-        del kernel, args, drawn, failed  # or an idle helper would keep the arrays
+            _add_from_python(cursor, _AT_WORK, -1)
+        del kernel, args, cursor, errors  # or an idle helper would keep the arrays
 
 
-def threads_for(work):
-    "How many threads `work` multiply-adds are worth: numba's number, or one."
-    return numba.get_num_threads() if work >= MIN_PARALLEL_MACS else 1
+# %% [markdown]
+# To wake a thread takes longer than a small product, so small work stays with the caller. The measure is the number of
+# multiply-adds (macs).
+
+# %% tags=["export"]
+MIN_PARALLEL_MACS = 1 << 21  # with fewer the caller alone is done before a second thread could help
 
 
-def parallel_for(threads, n, kernel, *args):
-    """kernel(n, *args, drawn) on `threads` threads at once, this one among them. Each does the run of range(n) that draw_run(drawn, n) gives it,
-    says so by finish(drawn, begin, end), and draws again until there is none.
+def threads_for(macs: int, threads: int) -> int:
+    "How many of `threads` threads so many multiply-adds are worth: all or one."
+    return threads if macs >= MIN_PARALLEL_MACS else 1
 
-    Returns when all is done, or, if this thread is interrupted or any fails, when no other is at work any more. Raises what was raised.
+
+# %% [markdown]
+# ## 1.3.3 parallel_for
+#
+# When no chunk is left the caller does not wait until the helpers say that they have ended: that would cost more
+# turns of the interpreter's lock. What counts is that every chunk is done. A helper that wakes late finds no chunk
+# and touches nothing.
+#
+# What holds at every moment, Ctrl-C included:
+#
+# - A helper touches the caller's arrays only between the two changes of `_AT_WORK`, and only for chunks that it took.
+# - After `_NEXT` was set to `EXHAUSTED` nobody takes another chunk.
+# - So once `_NEXT` is exhausted and `_AT_WORK` is zero, the arrays are the caller's alone. When the caller leaves
+#   with an error, it first makes both true. When it leaves without one, all items are done, and a helper that is
+#   still inside the kernel has no chunk.
+#
+# An interrupt may come between any two lines. Everything that must be taken back is therefore inside the `try`. And
+# the kernel is compiled before that, in the caller, by a call for no items: a compilation takes a second, and the
+# caller hears Ctrl-C during it. In a helper it would be waited for.
+
+# %% tags=["export"]
+def parallel_for(threads: int, n: int, kernel: Callable, *args: Any) -> None:
+    """Run kernel(n, *args, cursor) on `threads` threads at once, this thread among them.
+
+    The kernel takes chunks of range(n) with next_chunk(cursor, n) until there is none, and calls chunk_done after each.
+    Returns when all items are done. If the kernel raises on any thread, or this thread is interrupted, no other chunk
+    is begun, and the error is raised here when no thread is at work any more. Several threads may call parallel_for at
+    the same time.
     """
-    drawn, failed = np.array([0, 0, n if threads == 1 else -(-n // (CHUNKS_PER_THREAD * threads)), 0], np.int64), []
+    chunk = n if threads == 1 else -(-n // (CHUNKS_PER_THREAD * threads))
+    cursor = np.array([0, 0, chunk, 0], np.int64)
+    errors: list[BaseException] = []
     if threads == 1:
-        return kernel(n, *args, drawn)
-    kernel(0, *args, np.zeros_like(drawn))  # is compiled here, where Ctrl-C is heard, and not in a helper that would be waited for
+        return kernel(n, *args, cursor)
+    kernel(0, *args, np.zeros_like(cursor))  # compiles
     while len(_helpers) < min(threads, CORES) - 1:
         _helpers.append(start_new_thread(_help, (_tasks,)))
     try:
         for _ in range(threads - 1):
-            _tasks.put((kernel, (n, *args), drawn, failed))
-        kernel(n, *args, drawn)
-        while not _finished(drawn, n) and not failed:
-            time.sleep(0)  # for the rest of a run: a turn for whoever needs this core
+            _tasks.put((kernel, (n, *args), cursor, errors))
+        kernel(n, *args, cursor)
+        while not _all_done(cursor, n) and not errors:
+            time.sleep(0)  # gives this core to another thread
     finally:
-        if not _finished(drawn, n):
-            _count(drawn, _NEXT, EXHAUSTED)
-            while _count(drawn, _AT_WORK, 0):
+        if not _all_done(cursor, n):
+            _add_from_python(cursor, _NEXT, EXHAUSTED)
+            while _add_from_python(cursor, _AT_WORK, 0):
                 time.sleep(0)
-    if failed:
-        raise failed[0]
+    if errors:
+        raise errors[0]
 
 
-# %% [markdown]
-# Before the rungs, the two prices of 1.4.5: compiling the driver either way, its `_tile` being there, and calling a second thread.
-
-# %% tags=["nbval-ignore-output"]
-@njit(parallel=True, nogil=True)
-def with_prange(tiles, packed, scale, halves, out):
-    for tile in prange(tiles):
-        _packed_tile(packed, scale, halves, out, 0, tile)
+# %%
+sums = np.ones(400)
+parallel_for(2, 400, busy, sums)
+assert (sums == np.float64(0.5) ** 1000).all()
 
 
 @njit(nogil=True)
-def busy(n, sums, drawn):
-    "n times a microsecond or so."
+def count(n, taken, cursor):
     while True:
-        begin, end = next_chunk(drawn, n)
+        begin, end = next_chunk(cursor, n)
         if begin >= n:
             return
-        for part in range(begin, end):
-            for i in range(1000):
-                sums[part] *= 0.5
-        chunk_done(drawn, begin, end)
+        for item in range(begin, end):
+            taken[item] += 1
+        chunk_done(cursor, begin, end)
 
 
-def first_call(kernel, *args):
-    began = time.perf_counter()
-    kernel(4, packed, scale, deinterleaved(x[None]), check, *args)
-    return time.perf_counter() - began
+taken = np.zeros(100_000, np.int64)
+for threads in (1, 2, 3):
+    parallel_for(threads, len(taken), count, taken)
+assert (taken == 3).all()
+print(f"{len(taken):,} items, each taken once by whoever was free")
 
 
-print(f"first call: prange {first_call(with_prange):.2f} s, drawing {first_call(njit(nogil=True)(_packed_matmul.py_func), np.array([0, 0, 4, 0])):.2f} s")
-sums, parts = np.ones(400), (4, 40, 400)
-called = median_seconds({(n, threads): lambda n=n, threads=threads: [parallel_for(threads, n, busy, sums) for _ in range(50)] for n in parts for threads in (1, 2)})
+# %% [markdown]
+# ## 1.3.4 The price of a second thread
+#
+# A call on two threads must wake one. For a few microseconds of work that is a loss.
+
+# %% tags=["nbval-ignore-output"]
+parts, times = (4, 40, 400), {}
+for _ in range(rounds):
+    for n in parts:
+        for threads in (1, 2):
+            began = time.perf_counter()
+            for _ in range(50):
+                parallel_for(threads, n, busy, sums)
+            times.setdefault((n, threads), []).append((time.perf_counter() - began) / 50)
 for n in parts:
-    print(f"{n:3} parts: {called[n, 1] / 50 * 1e6:6.0f} µs on one thread, {called[n, 2] / 50 * 1e6:6.0f} µs on two")
+    one, two = (1e6 * statistics.median(times[n, threads]) for threads in (1, 2))
+    print(f"{n:3} items: {one:6.0f} µs on one thread, {two:6.0f} µs on two")
+
+# %% [markdown]
+# ## Summary
+#
+# - Threads take chunks from one atomic counter. Who computes an item cannot change its bits, because items are
+#   independent.
+# - The number of threads is an argument. There is no hidden setting.
+# - Every hand-over is one call that an interrupt cannot divide, so Ctrl-C leaves no lock behind and no thread at work.
+#
+# ## Exercises
+#
+# 1. Let `CHUNKS_PER_THREAD` be 1. Make one item a hundred times as long as the others. How long does the last thread
+#    work alone?
+# 2. Replace the atomic addition by `cursor[_NEXT] += cursor[_CHUNK]`. How many runs does it take until `count` sees it?
+#
+# Next: [1.4](04_matmul.ipynb) multiplies matrices of every format with one kernel.

@@ -1,30 +1,52 @@
 # %% [markdown]
 # # 1.5 Exponential, tanh, sigmoid and RMSNorm with the same bits everywhere
 #
-# [1.4 One row, one order](04_matmul.ipynb) · [contents](../README.md) · [2.1 Kimi Delta Attention: a memory that never grows](../02_kda/01_kda.ipynb)
+# What K3 needs besides products is a norm and three curves. At the end of this chapter you have all four, made of
+# operations that IEEE 754 fixes, so that no bit depends on the machine or on a library.
+#
+# [1.4 One row, one order](04_matmul.ipynb) · [contents](../README.md) ·
+# [2.1 Kimi Delta Attention: a memory that never grows](../02_kda/01_kda.ipynb)
+
+# %%
+import math
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from numba import njit
+from safetensors.numpy import load_file
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+plt.style.use(ROOT / "book" / "k3.mplstyle")
+
+# %% tags=["export"]
+import numpy as np
+
+from k3lib.kernel_cache import inner, kernel
+from k3lib.matmul import NotFinite, dot
+from k3lib.simd import float_bits, float_of_bits, fma
+
+# %% [markdown]
+# | symbol | meaning | in K3 | in code |
+# |---|---|---|---|
+# | $\epsilon$ | inside the root of a norm | 1e-5; 1e-6 in two norms of MLA | `eps` |
+# | $\gamma$ | weight of a norm | 7168 | `weight` |
+# | ulp | distance between neighbouring float32 at a value | | `np.spacing` |
 
 # %% [markdown]
 # ## 1.5.1 RMSNorm, and an epsilon that hides
 #
 # $$y = \gamma\, \frac{x}{\sqrt{\frac1n \sum_m x_m^2 + \epsilon}}$$
 #
-# Root and division are rounded correctly by IEEE 754, so both are the same everywhere; the sum of squares is a `dot`. It overflows long before
-# $x$ does, at 10^19, and then $y$ would be 0, a perfectly finite wrong answer: so this sum is looked at too.
-
-# %% tags=["export"]
-import numpy as np
-from numba import njit
-from k3lib.simd import INNER, KERNEL, float_bits, float_of_bits, fma
-from k3lib.matmul import NotFinite, dot
+# Root and division are rounded correctly by IEEE 754, so both are the same everywhere; the sum of squares is a `dot`.
+# That sum overflows when $x$ passes $10^{19}$, long before $x$ does. Then $y$ would be 0, a perfectly finite wrong
+# answer. So this sum is looked at too.
 
 # %% tags=["export"]
 _f = np.float32
-
-
 _ONE, _TWO, _ZERO = _f(1), _f(2), _f(0)
 
 
-@njit(**KERNEL)
+@kernel
 def rms_norm_row(x, weight, eps, out):
     "out = x * (mean(x^2) + eps)^-1/2 * weight for float32 [n]; `out` may be `x`. Returns the sum of squares."
     squares = dot(x, x)
@@ -34,7 +56,7 @@ def rms_norm_row(x, weight, eps, out):
     return squares
 
 
-@njit(**KERNEL)
+@kernel
 def _rms_norm(x, weight, eps, out):
     for t in range(x.shape[0]):
         if not rms_norm_row(x[t], weight, eps, out[t]) < np.inf:
@@ -42,10 +64,11 @@ def _rms_norm(x, weight, eps, out):
     return -1
 
 
-def rms_norm(x, weight, eps, out=None):
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray | None = None) -> np.ndarray:
     """float32 [T, n]: every row of `x` divided by its root mean square (eps inside the root), times `weight` [n].
 
-    Raises NotFinite where the sum of squares is infinite or NaN.
+    The result is `out` if that is given; it may be `x`. Raises ValueError where shapes do not fit, NotFinite where the
+    sum of squares is infinite or NaN.
     """
     if out is None:
         out = np.empty_like(x)
@@ -64,8 +87,9 @@ except NotFinite as error:
     print("refused:", error)
 
 # %% [markdown]
-# K3 uses two values. `rms_norm_eps` of the config, 1e-5, holds for every norm except `q_a_layernorm` and `kv_a_layernorm` in MLA, which
-# keep 1e-6, their class's default. The fixture has both; each must fail the other's gate.
+# K3 uses two values. `rms_norm_eps` of the config, 1e-5, holds for every norm except `q_a_layernorm` and
+# `kv_a_layernorm` in MLA, which keep 1e-6, their class's default. The fixture has both; each must fail the other's
+# gate.
 
 # %%
 TOLERANCE = 1e-5  # fixtures/ops/README.md, section rmsnorm
@@ -92,8 +116,8 @@ for name, (wrong, y) in traps.items():
     print(f"{name:30} off by {distance(wrong, y):.2f} of the largest output")
 
 # %% [markdown]
-# Why this mistake survives in real engines: at the usual size of an activation the two agree to five digits. They part where
-# the mean square comes near $\epsilon$, and MLA's latents are small.
+# Why this mistake survives in real engines: at the usual size of an activation the two agree to five digits. They
+# part where the mean square comes near $\epsilon$, and MLA's latents are small.
 
 # %%
 sizes = np.geomspace(1e-4, 1e4, 200)
@@ -101,7 +125,8 @@ fig, ax = plt.subplots()
 for eps, color, y in ((1e-5, "C0", y5), (1e-6, "C1", y6)):
     ax.loglog(sizes, 1 / np.sqrt(sizes**2 + eps), color=color, label=f"$\\epsilon$ = {eps:.0e}")
     ax.loglog(rms, np.median(y / (x * gamma), -1), "o", ms=5, color=color, label=f"rows of the fixture, {eps:.0e}")
-ax.set(xlabel="root mean square of x", ylabel="factor applied to x", title="Below an rms of 0.01 the epsilon is the norm")
+ax.set(xlabel="root mean square of x", ylabel="factor applied to x")
+ax.set_title("Below an rms of 0.01 the epsilon is the norm")
 ax.legend()
 plt.show()
 
@@ -109,8 +134,9 @@ plt.show()
 # %% [markdown]
 # ## 1.5.2 Three curves of our own
 #
-# K3 needs $e^x$, the logistic sigmoid $\sigma$ and tanh, millions of times a token, in gates, decays and SiTU. Every library has them,
-# and each rounds its own way. Here are 200,000 float32 arguments, and how often two good implementations give different bits.
+# K3 needs $e^x$, the logistic sigmoid $\sigma$ and tanh, millions of times a token, in gates, decays and SiTU. Every
+# library has them, and each rounds its own way. Here are 200,000 float32 arguments, and how often two good
+# implementations give different bits.
 
 # %% tags=["nbval-ignore-output"]
 @njit
@@ -126,45 +152,37 @@ def numba_exp_fast(x, out):
 
 
 arguments = np.linspace(-20, 20, 200_000).astype(np.float32)
-theirs = {"numpy": np.exp(arguments), "C library, float64, rounded": np.exp(arguments.astype(float)).astype(np.float32)}
+rounded = np.exp(arguments.astype(float)).astype(np.float32)
+theirs = {"numpy": np.exp(arguments), "C library, float64, rounded": rounded}
 for name, f in (("numba", numba_exp), ("numba, fastmath", numba_exp_fast)):
     theirs[name] = np.empty_like(arguments)
     f(arguments, theirs[name])
 names = list(theirs)
 for i, a in enumerate(names):
     for b in names[i + 1:]:
-        print(f"{a:28} and {b:28} {100 * np.mean(theirs[a].view(np.uint32) != theirs[b].view(np.uint32)):6.2f}% differ")
+        different = np.mean(theirs[a].view(np.uint32) != theirs[b].view(np.uint32))
+        print(f"{a:28} and {b:28} {100 * different:6.2f}% differ")
 
 # %% [markdown]
-# NumPy picks a kernel by the CPU's vector width, numba calls the C library or a vector library where one is installed, and C libraries change
-# with their version. None is wrong. But a router that compares $s+b$ of 896 experts sees the last bit, so K3's choice
-# would follow the machine. Ours are made from operations IEEE 754 fixes: add, multiply, fused multiply-add, divide, and integer
-# shifts.
+# NumPy picks a kernel by the CPU's vector width, numba calls the C library or a vector library where one is
+# installed, and C libraries change with their version. None is wrong. But a router that compares $s+b$ of 896 experts
+# sees the last bit, so K3's choice would follow the machine. Ours are made from operations IEEE 754 fixes: add,
+# multiply, fused multiply-add, divide, and integer shifts.
 #
-# Write $x = n\ln 2 + r$ with $n$ whole and $|r| \le \frac12 \ln 2$. Then $e^x = 2^n e^r$. The power is an exponent field; $e^r$ is a
-# polynomial. Two tricks: adding $1.5 \cdot 2^{23}$ rounds to a whole number and leaves it in the low bits; $\ln 2$ is kept as two
-# floats, so that $r$ keeps its bits (Cody and Waite).
+# Write $x = n\ln 2 + r$ with $n$ whole and $|r| \le \frac12 \ln 2$. Then $e^x = 2^n e^r$. The power is an exponent
+# field; $e^r$ is a polynomial. Two tricks: adding $1.5 \cdot 2^{23}$ rounds to a whole number and leaves it in the
+# low bits; $\ln 2$ is kept as two floats, so that $r$ keeps its bits (Cody and Waite).
 
 # %% tags=["export"]
 _LOG2E, _LN2_HI, _LN2_LO = _f(1.44269504), _f(0.693145752), _f(1.42860677e-06)
-
-
 _ROUND = _f(1.5 * 2**23)  # adding and taking off this number rounds to an integer, and leaves it in the low bits
-
-
 _ROUND_BITS = int(np.float32(1.5 * 2**23).view(np.int32))
-
-
 _SIGN_BIT = np.int32(-2**31)
-
-
 _TAYLOR = tuple(_f(1 / d) for d in (5040, 720, 120, 24, 6, 2))
-
-
 _EXP_MAX, _EXP_MIN, _TANH_MAX = _f(89), _f(-104), _f(10)
 
 
-@njit(**INNER)
+@inner
 def _exp_parts(x):
     "(q, n) with e^x = 2^n (1 + q), |q| < 0.42: Cody-Waite reduction, then Taylor's series to r^7."
     shifted = fma(x, _LOG2E, _ROUND)
@@ -180,7 +198,7 @@ def _exp_parts(x):
     return fma(p * r, r, r), n
 
 
-@njit(**INNER)
+@inner
 def _power2(n):
     "2^n as float32 for -126 <= n <= 127."
     return float_of_bits(np.int32((n + np.int32(127)) << np.int32(23)))
@@ -202,13 +220,14 @@ print(f"n = {n}, 1 + q = {1 + q:.6f}, together {e:.6f}")
 
 
 # %% [markdown]
-# $q = e^r - 1$ is kept apart from the 1 on purpose. `exp` adds it at the end. Results below $2^{-126}$ are subnormal, so the power is applied
-# in two halves. tanh needs $m = e^{2|x|} - 1$, and near zero the 1 would swallow everything: with $q$ nothing is lost.
+# $q = e^r - 1$ is kept apart from the 1 on purpose. `exp` adds it at the end. Results below $2^{-126}$ are subnormal,
+# so the power is applied in two halves. tanh needs $m = e^{2|x|} - 1$, and near zero the 1 would swallow everything:
+# with $q$ nothing is lost.
 #
 # $$\sigma(x) = \frac{1}{1+e^{-|x|}} \text{ or } \frac{e^{-|x|}}{1+e^{-|x|}}, \qquad \tanh|x| = \frac{m}{m+2}$$
 
 # %% tags=["export"]
-@njit(**KERNEL)
+@kernel
 def exp(x):
     "e^x, float32: 0 below -104, infinity above 88.72, NaN for NaN."
     c = x
@@ -221,7 +240,7 @@ def exp(x):
     return (_ONE + q) * _power2(half) * _power2(np.int32(n - half))
 
 
-@njit(**KERNEL)
+@kernel
 def sigmoid(x):
     "1 / (1 + e^-x), float32, from e^-|x| so that neither side overflows."
     e = exp(-abs(x))
@@ -229,9 +248,9 @@ def sigmoid(x):
     return top / (_ONE + e)
 
 
-@njit(**KERNEL)
+@kernel
 def tanh(x):
-    "tanh x, float32, as m / (m + 2) with m = e^2|x| - 1 kept apart from the 1, so that small x lose nothing; tanh(-0) is -0."
+    "tanh x, float32, as m / (m + 2) with m = e^2|x| - 1. The 1 is never added, so small x lose nothing; -0 stays -0."
     y = abs(x)
     if y > _TANH_MAX:
         y = _TANH_MAX
@@ -257,8 +276,8 @@ for name, values in zip(("x", "exp", "sigmoid", "tanh"), (special, *curves(speci
 
 
 # %% [markdown]
-# The error, against float64, in ulp of the right answer. Half an ulp would be perfect rounding. The arguments are a million floats over the
-# whole range in which the answer is neither 0, 1 nor infinite, denser near zero.
+# The error, against float64, in ulp of the right answer. Half an ulp would be perfect rounding. The arguments are a
+# million floats over the whole range in which the answer is neither 0, 1 nor infinite, denser near zero.
 
 # %%
 def error_in_ulp(got, right):
@@ -268,7 +287,8 @@ def error_in_ulp(got, right):
 sizes = np.geomspace(1e-6, 1, 500_001)
 sizes = np.concatenate([-sizes[::-1], sizes])
 error = {}
-for i, (name, reach, f) in enumerate((("exp", 87, np.exp), ("sigmoid", 87, lambda v: 1 / (1 + np.exp(-v))), ("tanh", 10, np.tanh))):
+right = {"exp": (87, np.exp), "sigmoid": (87, lambda v: 1 / (1 + np.exp(-v))), "tanh": (10, np.tanh)}
+for i, (name, (reach, f)) in enumerate(right.items()):
     v = np.concatenate([sizes * reach, np.linspace(-reach, reach, 1_000_001)]).astype(np.float32)
     error[name] = v, error_in_ulp(curves(v)[i], f(v.astype(float)))
     worst = np.abs(error[name][1]).max()
@@ -286,5 +306,21 @@ axes[0].set(ylabel="error (ulp)", title="exp: never above 1.1 ulp")
 plt.show()
 
 # %% [markdown]
-# The spikes stand $\ln 2$ apart for exp, where one $n$ ends and the next begins and $|r|$ is largest, and half as far for tanh, which sees $2|x|$.
-# They are equally high everywhere: with a single float for $\ln 2$ they would grow with $|x|$ (exercise 2).
+# The spikes stand $\ln 2$ apart for exp, where one $n$ ends and the next begins and $|r|$ is largest, and half as far
+# for tanh, which sees $2|x|$. They are equally high everywhere: with a single float for $\ln 2$ they would grow with
+# $|x|$ (exercise 2).
+
+# %% [markdown]
+# ## Summary
+#
+# - Two epsilons. At ordinary sizes nobody sees the wrong one; in MLA's small latents it is a different norm.
+# - Libraries round exp and tanh each in their own way. Ours use operations that IEEE 754 defines, and err by 2.5 ulp at
+#   most.
+#
+# ## Exercises
+#
+# 1. Find the smallest `x` for which `sigmoid(x)` is exactly 1, and explain it from the spacing of float32 below 1.
+# 2. Replace `_LN2_HI`, `_LN2_LO` by one float. Plot the error in ulp up to $x = 80$. What slope do you expect?
+#
+# Next: [2.1](../02_kda/01_kda.ipynb) builds an attention whose memory is a matrix, from `dot`, `fma`, `exp` and
+# `linear`.

@@ -21,6 +21,7 @@
 # Source of the equations: the published modelling code and the Kimi Linear report; the fixtures were computed by others (`fixtures/README.md`).
 
 # %%
+from numba import njit
 import time
 from pathlib import Path
 
@@ -36,9 +37,9 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 # %% tags=["export"]
 from typing import NamedTuple
 import numpy as np
-from numba import njit
-from k3lib.simd import INNER, KERNEL, fma
-from k3lib.parallel import chunk_done, next_chunk, parallel_for, threads_for
+from k3lib.kernel_cache import inner, kernel
+from k3lib.simd import fma
+from k3lib.parallel import CORES, chunk_done, next_chunk, parallel_for, threads_for
 from k3lib.matmul import NotFinite, dot, linear
 from k3lib.functions import exp, rms_norm, sigmoid
 
@@ -107,7 +108,7 @@ def conv64(x, weight, past=None, activation=silu64):
 # old history: that is the branch on `s`. In-place shifting is safe because position `T + j` lies ahead of `j`.
 
 # %% tags=["export"]
-@njit(**KERNEL)
+@kernel
 def _short_conv(x, weight, state, out):
     T, channels = x.shape
     kernel = weight.shape[2]
@@ -206,7 +207,7 @@ rejects(fixture["y_from_state"], {
 # length is $\sqrt{128} = 11.3$, the correction overshoots 128-fold, and the state explodes. $q$ is normed too; $v$ is not: its size is the message.
 
 # %% tags=["export"]
-@njit(**KERNEL)
+@kernel
 def _l2norm(x, out):
     for t in range(x.shape[0]):
         for h in range(x.shape[1]):
@@ -255,7 +256,7 @@ rejects(fixture["y"], {
 # for every channel, the wrong one. The sigmoid bounds the loss: no channel keeps less than $e^{-5} = 0.7\%$ a token.
 
 # %% tags=["export"]
-@njit(**KERNEL)
+@kernel
 def _kda_decay(z, A_log, dt_bias, lower_bound, out):
     low = np.float32(lower_bound)
     for t in range(z.shape[0]):
@@ -428,7 +429,7 @@ rejects(fixture["o_s0"], {"state read as [value, key]": recurrent64(*tokens, giv
 # channel's sum keeps its order, so the bits stay.
 
 # %% tags=["export"]
-@njit(**INNER)
+@inner
 def _recall_rows(S, alpha, k, first, out):
     "out += (diag(alpha) S)^T k, key rows from `first` on, one after another."
     for i in range(first, k.size):
@@ -437,7 +438,7 @@ def _recall_rows(S, alpha, k, first, out):
             out[j] = fma(a, S[i, j], out[j])
 
 
-@njit(**INNER)
+@inner
 def _correct_rows(S, alpha, k, delta, q, first, out):
     "S = diag(alpha) S + k delta^T, out += S^T q, key rows from `first` on, one after another."
     for i in range(first, k.size):
@@ -449,7 +450,7 @@ def _correct_rows(S, alpha, k, delta, q, first, out):
 
 
 # %%
-@njit(**KERNEL)
+@kernel
 def one_row_a_pass(heads, q, k, v, alpha, beta, S, query, delta, out, drawn):
     "Head after head, as drawn, all its tokens one after another; query and delta [heads, d] are scratch."
     scale = _ONE / np.sqrt(np.float32(query.shape[1]))
@@ -478,7 +479,7 @@ def one_row_a_pass(heads, q, k, v, alpha, beta, S, query, delta, out, drawn):
 # count from the end, as in Python; the compiler cannot rule it out and gives up on vectors. The `while` spares it the question.
 
 # %% tags=["export"]
-@njit(**INNER)
+@inner
 def _recall(S, alpha, k, out):
     "out += (diag(alpha) S)^T k, four key rows a pass."
     i = 0
@@ -490,7 +491,7 @@ def _recall(S, alpha, k, out):
     _recall_rows(S, alpha, k, i, out)
 
 
-@njit(**INNER)
+@inner
 def _correct(S, alpha, k, delta, q, out):
     "S = diag(alpha) S + k delta^T, out += S^T q, four key rows a pass."
     i = 0
@@ -509,7 +510,7 @@ def _correct(S, alpha, k, delta, q, out):
 
 
 # %% tags=["export"]
-@njit(**KERNEL)
+@kernel
 def _kda_recurrent(heads, q, k, v, alpha, beta, S, query, delta, out, drawn):
     "Head after head, as drawn, all its tokens one after another; query and delta [heads, d] are scratch."
     scale = _ONE / np.sqrt(np.float32(query.shape[1]))
@@ -544,7 +545,7 @@ def kda_recurrent(q, k, v, alpha, beta, S):
     _fits("kda_recurrent: S", S, (heads, d, d))
     query, delta = np.empty((2, heads, d), np.float32)
     out = np.empty_like(v)
-    parallel_for(threads_for(2 * T * S.size), heads, _kda_recurrent, q, k, v, alpha, beta, S, query, delta, out)
+    parallel_for(threads_for(2 * T * S.size, CORES), heads, _kda_recurrent, q, k, v, alpha, beta, S, query, delta, out)
     return out
 
 
@@ -556,7 +557,7 @@ def rung(kernel):
     "`kda_recurrent` with another kernel."
     def recurrent(q, k, v, alpha, beta, S):
         out = np.empty_like(v)
-        parallel_for(threads_for(2 * len(v) * S.size), len(S), kernel, q, k, v, alpha, beta, S, *np.empty((2, *v.shape[1:]), np.float32), out)
+        parallel_for(threads_for(2 * len(v) * S.size, CORES), len(S), kernel, q, k, v, alpha, beta, S, *np.empty((2, *v.shape[1:]), np.float32), out)
         return out
     return recurrent
 
@@ -601,7 +602,7 @@ def numpy_step(S):
 from numba import prange
 
 
-@njit(parallel=True, **KERNEL)
+@njit(parallel=True, nogil=True, error_model="numpy")
 def read_all(S, out):
     "A bare read: every element once, into 64 sums a head."
     for h in prange(len(S)):
@@ -611,7 +612,7 @@ def read_all(S, out):
                 o[j] += row[i, j] + row[i + 1, j] + (row[i + 2, j] + row[i + 3, j])
 
 
-@njit(parallel=True, **KERNEL)
+@njit(parallel=True, nogil=True, error_model="numpy")
 def read_write_all(S):
     "A bare read and write: every element times a number."
     for h in prange(len(S)):
@@ -736,7 +737,7 @@ assert np.allclose(answers["delta rule"][16, 0] * np.sqrt(d), v[16], atol=1e-5)
 # matrix goes by once.
 
 # %% tags=["export"]
-@njit(**KERNEL)
+@kernel
 def _squash(x):
     for t in range(x.shape[0]):
         for i in range(x.shape[1]):

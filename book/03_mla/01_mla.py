@@ -34,10 +34,10 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 
 # %% tags=["export"]
 import numpy as np
-from numba import get_num_threads, njit
-from k3lib.simd import INNER, KERNEL, fma16, load16, load16_part, splat16, store16
-from k3lib.parallel import chunk_done, next_chunk, parallel_for, threads_for
-from k3lib.matmul import check_product, fma4, line_aligned, linear, load4, row_dot, rows4, rows4_tokens4
+from k3lib.kernel_cache import inner, kernel
+from k3lib.simd import fma16, load16, load16_part, splat16, store16
+from k3lib.parallel import CORES, chunk_done, next_chunk, parallel_for, threads_for
+from k3lib.matmul import check_product, line_aligned, linear, products
 from k3lib.functions import exp, rms_norm, sigmoid
 
 # %% tags=["export"]
@@ -269,7 +269,7 @@ assert apart < 1e-5 and not all(o == by_position for o in others)
 # key row by key row, in order. The scale goes in here, once, instead of into every score.
 
 # %% tags=["export"]
-@njit(**INNER)
+@inner
 def _start(w, i, latent, x, nope, scale, row, o):
     """row[:width] = scale * [W_uk^T x[:nope] | x[nope:]], the key rows begin at w[i]. What follows from row[o] on, context,
     maximum and sum, is set to zero, -infinity and zero."""
@@ -294,7 +294,7 @@ def _start(w, i, latent, x, nope, scale, row, o):
 # float32's last bit. 3.1.8 shows why this is more than tidiness. A NaN score fails every comparison and stays NaN, to be found by whoever looks.
 
 # %% tags=["export"]
-@njit(**INNER)
+@inner
 def _softmax_tile(s, m, l):
     """Scores s -> e^(s - new maximum), in place, 0 below e^-60. Returns (new maximum, new sum, what the past shrinks by).
 
@@ -322,7 +322,18 @@ def _softmax_tile(s, m, l):
 # share every cache row: eight accumulators stay in registers while the tile passes.
 
 # %% tags=["export"]
-@njit(**INNER)
+@inner
+def load4(w, i, k):
+    "Sixteen elements of each of four rows of length k."
+    return load16(w, i), load16(w, i + k), load16(w, i + 2 * k), load16(w, i + 3 * k)
+
+
+@inner
+def fma4(w, v, acc):
+    return fma16(w[0], v, acc[0]), fma16(w[1], v, acc[1]), fma16(w[2], v, acc[2]), fma16(w[3], v, acc[3])
+
+
+@inner
 def _context4(c, i, n, width, s, work, j, pitch):
     "32 lanes of four contexts, work[j + r*pitch:] += sum over n cache rows of s[r, p] * row p, positions in order."
     a, b = load4(work, j, pitch), load4(work, j + 16, pitch)
@@ -337,7 +348,7 @@ def _context4(c, i, n, width, s, work, j, pitch):
         store16(work, at + 3 * pitch, v[3])
 
 
-@njit(**INNER)
+@inner
 def _context1(c, i, width, weights, work, j, m, latent):
     "Lanes m..latent of one context, work[j:] += sum over cache rows of weights[p] * row p, positions in order."
     while m < latent:
@@ -357,22 +368,23 @@ def _context1(c, i, width, weights, work, j, m, latent):
 # is done together, the rest one by one.
 
 # %% tags=["export"]
-@njit(**INNER)
+@inner
 def _visit(c, start, pos, heads, width, latent, work, o, pitch, s, g, rows):
     """Queries g..g+rows, at most four, meet the tile of cache rows from `start`; maxima, sums and contexts move on.
 
     Query r is of the token at pos + r // heads and sees positions up to its own.
     """
-    i, j = start * width, g * pitch
+    i, j, cache, queries = start * width, g * pitch, c.reshape(-1, width), work.reshape(-1, pitch)
     common = max(0, min(TILE, pos + g // heads + 1 - start)) if rows == 4 else 0
     fours = common - common % 4
     paired = latent - latent % 32 if common else 0
     for p in range(0, fours, 4):
-        rows4_tokens4(c, i + p * width, width, work, j, pitch, s, 0, p)
+        row = start + p
+        products(cache, (row, row + 1, row + 2, row + 3), queries, (g, g + 1, g + 2, g + 3), 0, s, (0, p))
     for r in range(rows):
         n = max(0, min(TILE, pos + (g + r) // heads + 1 - start))
         for p in range(fours, n):
-            s[r, p] = row_dot(c, i + p * width, work, j + r * pitch, width)
+            products(cache, (start + p,), queries, (g + r,), 0, s, (r, p))
         if n:
             end = j + (r + 1) * pitch
             work[end - 2], work[end - 1], shrink = _softmax_tile(s[r, :n], work[end - 2], work[end - 1])
@@ -391,14 +403,14 @@ def _visit(c, start, pos, heads, width, latent, work, o, pitch, s, g, rows):
 # The value rows read the finished context, and the division by $l$ comes last: 128 divisions a head instead of one for every position.
 
 # %% tags=["export"]
-@njit(**INNER)
+@inner
 def _value(w, i, latent, work, j, total, out, t, first, v):
     "out[t, first:first+v] = W_uv work[j:] / total; the value rows begin at w[i]."
-    whole = v - v % 4
+    whole, row, matrix, context = v - v % 4, i // latent, w.reshape(-1, latent), work.reshape(1, -1)
     for n in range(0, whole, 4):
-        rows4(w, i + n * latent, latent, work, j, out, t, first + n)
+        products(matrix, (row + n, row + n + 1, row + n + 2, row + n + 3), context, (0,), j, out, (t, first + n))
     for n in range(whole, v):
-        out[t, first + n] = row_dot(w, i + n * latent, work, j, latent)
+        products(matrix, (row + n,), context, (0,), j, out, (t, first + n))
     for n in range(first, first + v):
         out[t, n] /= total
 
@@ -410,7 +422,7 @@ def _value(w, i, latent, work, j, total, out, t, first, v):
 # is taken eight tokens at a time, so that scratch never grows with the chunk or the context.
 
 # %% tags=["export"]
-@njit(**KERNEL)
+@kernel
 def _attend(items, span, kv_b, first, x, cache, pos, v, work, s, out, drawn):
     "Items of heads item*span .. (item+1)*span of the block, as drawn; work and s have scratch for each."
     latent, width, pitch = kv_b.shape[1], cache.shape[1], work.shape[2]
@@ -467,11 +479,11 @@ def attend(kv_b, q, cache, pos, v):
         work, s = line_aligned((items, min(T, SLICE) * span, pitch)), line_aligned((items, 4, TILE))
         parallel_for(threads, items, _attend, span, rows, first // each, q, cache, pos, v, work, s, out)
 
-    if hasattr(kv_b, "share"):
-        kv_b.share(some_heads, get_num_threads())
-    else:
-        for first, rows in kv_b.blocks(each):
-            some_heads(first, rows, threads_for(T * len(rows) * latent + 2 * T * len(rows) // each * (pos + T) * width))
+    def block(first, rows, threads):
+        macs = T * len(rows) * latent + 2 * T * len(rows) // each * (pos + T) * width
+        some_heads(first, rows, threads_for(macs, threads))
+
+    kv_b.map_blocks(block, CORES)
     check_product(out, q, lambda r: (r // v * each, (r // v + 1) * each))
     return out
 
@@ -523,7 +535,7 @@ for heads_, nope_, rope_, v_, latent_, T, pos, hot in ((5, 7, 3, 9, 50, 11, 130,
 # reference class's default, which the config does not mention.
 
 # %% tags=["export"]
-@njit(**KERNEL)
+@kernel
 def _gate(o, g):
     for t in range(o.shape[0]):
         for i in range(o.shape[1]):
@@ -677,7 +689,7 @@ assert np.allclose(p.sum(2), 1, atol=1e-6) and (np.triu(p.transpose(1, 0, 2), 1)
 # the cache goes by once.
 
 # %%
-@njit(**KERNEL)
+@kernel
 def _plain(queries, cache, latent, s, u):
     "One query after another over the whole cache: scores, softmax, context."
     for h in range(len(queries)):
@@ -754,7 +766,7 @@ for name, rung, _ in ladder:
 # $e^{-104}$ are subnormal, and a multiply-add that meets one leaves the fast path of many CPUs. The same tile, with either kind of weight:
 
 # %%
-@njit(**KERNEL)
+@kernel
 def _repeat_context(rows, s, u, times):
     for _ in range(times):
         for m in range(0, 512, 32):
@@ -782,7 +794,7 @@ print(f"a tile of context with normal weights {fast * 1e4:.1f} us, with subnorma
 w, q, rows = case(heads, nope, rope, v_dim, latent, 1, full_positions - 1)
 resident = ResidentMatrix(to_bf16(w))
 attend(resident, q, rows, full_positions - 1, v_dim)
-threads, fma = get_num_threads(), heads * full_positions * absorbed_fma
+threads, fma = CORES, heads * full_positions * absorbed_fma
 for pos in (0, full_positions - 1):
     wall = median_seconds(lambda: attend(resident, q, rows, pos, v_dim), 7)
     busy = median_seconds(lambda: attend(resident, q, rows, pos, v_dim), 7, time.process_time) / threads

@@ -33,8 +33,8 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 
 # %% tags=["export"]
 import numpy as np
-from numba import njit
-from k3lib.simd import KERNEL, fma
+from k3lib.kernel_cache import kernel
+from k3lib.simd import fma
 from k3lib.matmul import NotFinite, dot
 from k3lib.functions import exp
 
@@ -97,7 +97,7 @@ for loud in (1, 10):
 # written anywhere: $\langle b_s,\ w_n \odot w_q\rangle / \sqrt{\overline{b_s^2} + \varepsilon}$. As in 3.1, weights below $e^{-60}$ are 0.
 
 # %% tags=["export"]
-@njit(**KERNEL)
+@kernel
 def _depth_weights(sources, query, eps, weights):
     n, T, H = sources.shape
     for t in range(T):
@@ -140,7 +140,7 @@ def depth_weights(sources, n, norm_w, proj_w, eps):
 # a source would be read again as that source, and later mixes want it too. 3.2.6 shows what comes of it.
 
 # %% tags=["export"]
-@njit(**KERNEL)
+@kernel
 def _weighted_sum(sources, weights, out):
     n, T, H = sources.shape
     for t in range(T):

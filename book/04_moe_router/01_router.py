@@ -30,8 +30,7 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 
 # %% tags=["export"]
 import numpy as np
-from numba import njit
-from k3lib.simd import KERNEL
+from k3lib.kernel_cache import kernel
 from k3lib.functions import sigmoid
 
 # %% tags=["export"]
@@ -97,7 +96,7 @@ for k in (2, 3):
 # that of two equal ones the earlier, lower id stays ahead. The sum of scores runs in rank order: one order, one result.
 
 # %% tags=["export"]
-@njit(**KERNEL)
+@kernel
 def _route(logits, bias, scale, best, ids, weights):
     k = ids.shape[1]
     for t in range(logits.shape[0]):

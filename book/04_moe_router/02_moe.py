@@ -39,10 +39,10 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 # %% tags=["export"]
 from typing import NamedTuple
 import numpy as np
-from numba import get_num_threads, njit
-from k3lib.mxfp4 import GROUP
-from k3lib.simd import KERNEL, fma
-from k3lib.matmul import NotFinite, check_fit, check_product, deinterleaved, linear, mxfp4_rows
+from k3lib.kernel_cache import kernel
+from k3lib.simd import fma
+from k3lib.matmul import NotFinite, check_packed, check_product, deinterleaved, linear, matmul_rows
+from k3lib.parallel import CORES
 from k3lib.functions import rms_norm, sigmoid, tanh
 from k3lib.router import route
 
@@ -94,7 +94,7 @@ def sigmoid64(x):
 
 
 # %% tags=["export"]
-@njit(**KERNEL)
+@kernel
 def _situ_glu(gate, up, beta, linear_beta, out):
     for i in range(out.size):
         g = gate[i]
@@ -224,8 +224,8 @@ class Expert(NamedTuple):
     def multiply(self, name, halves, out):
         "out float32 [m, n] = x W^T for W one of w1, w2 and w3, on the calling thread; `halves` is mxfp4.halved(x)."
         packed, scale = getattr(self, name), getattr(self, name + "_scale")
-        check_fit(packed, scale, (len(halves), GROUP * halves.shape[1]), out)
-        mxfp4_rows(packed, scale, halves, out, 0)
+        check_packed(packed, scale, halves.shape, out.shape)
+        matmul_rows((packed, scale), halves, out, 0)
 
 
 def expert_mlp(expert, z, beta, linear_beta, out):
@@ -291,7 +291,7 @@ assert len(sums) > 1
 # Those rows belong to that expert alone, so `each` may call for several experts at once, on any thread.
 
 # %% tags=["export"]
-@njit(**KERNEL)
+@kernel
 def _weighted_sum(rows, place, weights, out):
     for t in range(out.shape[0]):
         for i in range(out.shape[1]):
@@ -326,7 +326,7 @@ def routed_sum(experts, z, ids, weights, beta, linear_beta):
             error.matrix = e, error.matrix
             raise
 
-    experts.each(use, get_num_threads())
+    experts.each(use, CORES)
     if due:
         raise RuntimeError(f"experts {sorted(due)} were requested and did not arrive")
     u = np.empty_like(z)

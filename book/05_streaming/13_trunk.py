@@ -26,7 +26,7 @@
 # %% tags=["export"]
 import numpy as np
 from k3lib.parallel import CORES
-from k3lib.matmul import ResidentMatrix, bf16_to_float32, matmul_rows
+from k3lib.matmul import ResidentMatrix, bf16_to_float32, matmul_rows, padded
 from k3lib.tensors import is_matrix
 from k3lib.disk import MAX_READERS
 from k3lib.layout import router_buffers, row_blocks
@@ -66,12 +66,14 @@ class StreamedMatrix:
             work(read.first, data.reshape(read.rows, *self.shape[1:]))
         self.ring.each(self.number, len(self.reads), call, threads, stream)
 
-    def share(self, work, threads):
-        "The same for arithmetic that has `threads` threads: as many readers at a time as at_once() says."
-        self.each(work, max_concurrent_blocks(threads))
+    def map_blocks(self, work, threads):
+        "The same, work(first row, rows, 1), for arithmetic that has `threads` threads: see max_concurrent_blocks()."
+        self.each(lambda first, rows: work(first, rows, 1), max_concurrent_blocks(threads))
 
     def multiply(self, x, out, threads):
-        "out float32 [T, n] = x W^T for x as `linear` lays it out. What has not been read ahead is read and multiplied in pieces."
+        "out float32 [T, n] = x W^T for x float32 [T, k]. What has not been read ahead is read and multiplied in pieces."
+        x = padded(x)
+
         def work(first, rows):
             matmul_rows(rows, x, out, first)
 
@@ -284,7 +286,7 @@ class OneByOne:
 
     def multiplied(self, block, x, out, first):
         began = time.perf_counter()
-        matmul_rows(block, x, out, first)
+        matmul_rows(block, padded(x), out, first)
         self.files.note("arithmetic", began, block.nbytes)
 
     def run(self, x, out):

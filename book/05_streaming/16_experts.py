@@ -44,9 +44,8 @@ import threading
 import time
 from collections import deque
 import numpy as np
-from k3lib.mxfp4 import GROUP
 from k3lib.parallel import CORES
-from k3lib.matmul import check_fit, mxfp4_rows
+from k3lib.matmul import check_packed, matmul_rows
 from k3lib.moe import Expert
 from k3lib.disk import PAGE, page_buffer, page_padded
 from k3lib.layout import expert_slot_bytes, scale_bytes, streaming_slot_bytes
@@ -144,7 +143,7 @@ class StreamingExpert:
         "As Expert's: out float32 [m, n] = x W^T for W one of w1, w2 and w3, on the calling thread, read piece by piece."
         packed, at = getattr(self.extents, name), getattr(self._places, name)
         scale, scale_at = getattr(self.extents, name + "_scale"), getattr(self._places, name + "_scale")
-        check_fit(packed, scale, (len(halves), GROUP * halves.shape[1]), out)
+        check_packed(packed, scale, halves.shape, out.shape)
         n, row = packed.shape
         piece, pieces = read_units(n, row)
         done = self.files.stream(packed, 0, "experts", pieces + 1, lambda descriptor, journal: stream_packed(
@@ -160,7 +159,7 @@ class StreamingExpert:
         for first in range(first, n, piece):
             place = place_in_slot.py_func(at, self.kept, packed.offset, packed.offset + first * row)
             rows = self._read(packed, first, min(piece, n - first), place)
-            self.files.multiply(rows.nbytes, mxfp4_rows, rows, scale[first:first + piece], halves, out, first)
+            self.files.multiply(rows.nbytes, matmul_rows, (rows, scale[first:first + piece]), halves, out, first)
 
     def _read(self, extent, first, rows, place):
         n, row = extent.shape
@@ -598,7 +597,7 @@ assert fetched(2, LARGE, 1, Boastful)[1].hits != 0
 for kind, whole_kept in ((StreamingExpert, False), (Hopeful, True)):
     slot = page_buffer(LARGE)
     arriving = kind(Files(), six(1, 0), slot)
-    arriving.multiply("w1", np.zeros((1, vector.shape[1] // GROUP, 2, 16), np.float32), np.empty((1, arriving.width), np.float32))
+    arriving.multiply("w1", np.zeros((1, vector.shape[1]), np.float32), np.empty((1, arriving.width), np.float32))
     assert (arriving.expert() is not None) == whole_kept
 assert product(arriving.expert()) != product(whole(1, 0))
 print("hasty, forgiving, boastful, hopeful: each fails the gate: True")

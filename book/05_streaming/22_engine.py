@@ -15,7 +15,6 @@ import dataclasses
 import sys
 import time
 from pathlib import Path
-import numba
 import numpy as np
 from tqdm import tqdm
 from k3lib.parallel import CORES
@@ -110,7 +109,6 @@ class Decoder(Model):
         super().__init__(config, trunk, experts, plan.context, plan.chunk)
 
     def forward(self, ids, last_only=False, watch=None):
-        numba.set_num_threads(self.threads)  # per calling thread, so set where the arithmetic starts
         began, waited = time.perf_counter(), self._waited()
         result = super().forward(ids, last_only, watch)
         self.trunk.files.check()
