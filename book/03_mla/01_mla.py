@@ -742,7 +742,7 @@ assert equal and equal_blocks
 
 
 # %% [markdown]
-# ## 3.1.7 Six layers that still print fluent text
+# ## 3.1.7 Six wrong layers
 #
 # Each is the reference with one thing wrong. The gate is the fixture at 1e-5. The epsilon is the treacherous one:
 # harmless on a loud latent, and this fixture has quiet tokens.
