@@ -9,11 +9,12 @@ from safetensors.numpy import load_file
 from k3lib import kda
 from k3lib.checkpoint import Checkpoint
 from k3lib.functions import rms_norm
-from k3lib.kda import KDA_ORDER, KDAShape, kda_decay, kda_layer, kda_state, l2norm, short_conv, sigmoid_in_place
+from k3lib.kda import KDAShape, kda_decay, kda_layer, kda_state, l2norm, short_conv, sigmoid_in_place
 from k3lib.matmul import ResidentMatrix
 from k3lib.moe import Situ, dense_mlp
 from k3lib.parallel import CORES
 from k3lib.residual import mix
+from k3lib.tensors import EMBED, TABLE, tensor_name
 
 CONV, L2, DECAY, RECURRENT = (load_file(FIXTURES / f"ops/{name}.safetensors")
                               for name in ("short_conv", "l2norm", "kda_decay", "kda_recurrent"))
@@ -350,7 +351,7 @@ def test_weights_are_taken_once_in_order():
 
     shape = shape_of(2, 6)
     kda_layer(OnceOnly(), some_input(2, 20), kda_state(shape), shape, CORES)
-    assert taken == list(KDA_ORDER)
+    assert taken == [row.short for row in TABLE["kda"]]
 
 
 def test_a_matrix_is_used_up_before_the_next_is_taken():
@@ -384,26 +385,27 @@ def test_the_state_is_what_the_memory_plan_counts():
 
 # A model that ran elsewhere: hidden state after layer 0 of fixtures/oracle13, computed by mlx-lm
 
-LAYER = "language_model.model.layers.0."
-
-
 @pytest.fixture(scope="module")
 def oracle():
     model = Checkpoint(FIXTURES / "oracle13/model")
     expected = load_file(FIXTURES / "oracle13/expected.safetensors")
-    names = {n: LAYER + "self_attn." + n + ("" if n in ("A_log", "dt_bias") else ".weight") for n in KDA_ORDER}
+    names = {row.short: tensor_name(0, "kda", row.short) for row in TABLE["kda"]}
+
+    def tensor(short, part="norms"):
+        return model.tensor(tensor_name(0, part, short))
+
     W = {n: ResidentMatrix(model.tensor(name)) if n.endswith("_proj") else model.tensor(name)
          for n, name in names.items()}
-    embedding = model.tensor("language_model.model.embed_tokens.weight")[expected["prompt_ids"]]
-    x = rms_norm(embedding, model.tensor(LAYER + "input_layernorm.weight"), EPS)
+    embedding = model.tensor(EMBED)[expected["prompt_ids"]]
+    x = rms_norm(embedding, tensor("input_layernorm"), EPS)
 
     def after_layer0(y):
         "The hidden state after layer 0 if its attention gave y: the mix, then y plus the MLP's output."
         y, h = y.astype(np.float32), np.empty_like(embedding)
-        norm, proj = model.tensor(LAYER + "mlp_res_norm.weight"), model.tensor(LAYER + "mlp_res_proj.weight")[0]
+        norm, proj = tensor("mlp_res_norm"), tensor("mlp_res_proj")[0]
         mix(np.stack([embedding, y]), 2, norm, proj, EPS, h)
-        mlp = {n: ResidentMatrix(model.tensor(f"{LAYER}mlp.{n}.weight")) for n in ("gate_proj", "up_proj", "down_proj")}
-        h = rms_norm(h, model.tensor(LAYER + "post_attention_layernorm.weight"), EPS)
+        mlp = {n: ResidentMatrix(tensor(n, "dense")) for n in ("gate_proj", "up_proj", "down_proj")}
+        h = rms_norm(h, tensor("post_attention_layernorm"), EPS)
         return y + dense_mlp(mlp, h, Situ(4.0, 25.0), CORES)
 
     return W, x, after_layer0, expected["hidden_after_layer"][0]

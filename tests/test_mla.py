@@ -12,10 +12,12 @@ from safetensors.numpy import load_file
 
 from k3lib import mla
 from k3lib.matmul import NotFinite, ResidentMatrix, bf16_to_float32
-from k3lib.mla import LATENT_EPS, MLA_ORDER, MLAShape, mla_cache, mla_layer
+from k3lib.mla import LATENT_EPS, MLAShape, mla_cache, mla_layer
 from k3lib.parallel import CORES
+from k3lib.tensors import TABLE
 
 F = load_file(FIXTURES / "ops/mla.safetensors")
+NAMES = [row.short for row in TABLE["mla"]]
 SHAPE = MLAShape(heads=3, nope=12, rope=4, v_dim=10, latent=16)
 TRUTH = np.concatenate([F["y_prefill"], F["y_steps"]])
 
@@ -55,7 +57,7 @@ def attend64(kv_b, q, cache, pos, v, scale_dims=None, value_first=False, extra=l
 
 
 def layer64(x, eps=1e-6, gated=True, heads=3, nope=12, rope=4, v_dim=10, **wrong):
-    W, x = {n: F[n].astype(np.float64) for n in MLA_ORDER}, x.astype(np.float64)
+    W, x = {n: F[n].astype(np.float64) for n in NAMES}, x.astype(np.float64)
     q = (rms64(x @ W["q_a_proj"].T, W["q_a_layernorm"], eps) @ W["q_b_proj"].T).reshape(len(x), heads, nope + rope)
     kv = x @ W["kv_a_proj_with_mqa"].T
     cache = np.concatenate([rms64(kv[:, :16], W["kv_a_layernorm"], eps), kv[:, 16:]], 1)
@@ -93,7 +95,7 @@ def case(heads, nope, rope, v, latent, T, pos, seed=0, hot=1.0):
 
 
 def weights(**changed):
-    return {n: ResidentMatrix(w) if w.ndim == 2 else w for n, w in ({n: F[n] for n in MLA_ORDER} | changed).items()}
+    return {n: ResidentMatrix(w) if w.ndim == 2 else w for n, w in ({n: F[n] for n in NAMES} | changed).items()}
 
 
 def run(cuts, W=None, **changes):
@@ -311,7 +313,7 @@ def test_every_weight_is_taken_once_and_in_order():
 
     W = Watched(weights())
     mla_layer(W, F["x"], mla_cache(SHAPE, 12), 0, SHAPE, CORES)
-    assert tuple(W.taken) == MLA_ORDER
+    assert W.taken == NAMES
 
 
 def test_scratch_does_not_grow_with_context_or_chunk():

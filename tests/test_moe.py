@@ -6,24 +6,15 @@ from safetensors.numpy import load_file
 
 from k3lib import moe
 from k3lib.matmul import NotFinite, PackedMatrix, ResidentMatrix
-from k3lib.moe import (
-    DENSE_ORDER,
-    MOE_ORDER,
-    Expert,
-    MoEShape,
-    Situ,
-    dense_mlp,
-    expert_mlp,
-    moe_layer,
-    routed_sum,
-    situ_glu,
-)
+from k3lib.moe import Expert, MoEShape, Situ, dense_mlp, expert_mlp, moe_layer, routed_sum, situ_glu
 from k3lib.mxfp4 import decode
 from k3lib.parallel import CORES
 from k3lib.router import route
+from k3lib.tensors import TABLE
 
 SITU, LAYER = (load_file(FIXTURES / "ops" / f"{name}.safetensors") for name in ("situ_glu", "latent_moe"))
 CEILINGS = Situ(4.0, 25.0)
+DENSE_NAMES, MOE_NAMES = ([row.short for row in TABLE[part]] for part in ("dense", "moe"))
 CASES = {"plain": ("", 1.0), "quiet": ("_quiet", 2.5)}
 
 
@@ -70,8 +61,8 @@ class Source:
 
 
 def fixture_weights(matrix=ResidentMatrix):
-    W = {n: LAYER[n] for n in MOE_ORDER[:3] + MOE_ORDER[6:]}
-    W |= {f"shared_experts.{n}": LAYER[f"shared_{n}"] for n in DENSE_ORDER}
+    W = {n: LAYER[n] for n in MOE_NAMES[:3] + MOE_NAMES[6:]}
+    W |= {f"shared_experts.{n}": LAYER[f"shared_{n}"] for n in DENSE_NAMES}
     return {n: matrix(a) if a.ndim == 2 else a for n, a in W.items()}
 
 
@@ -108,7 +99,7 @@ def random_layer(H=40, L=64, I=96, E=12, shared=50, T=11):
 
     def matrix(n, k):
         return (rng.normal(size=(n, k)) / np.sqrt(k)).astype(np.float32)
-    arrays = dict(zip(MOE_ORDER, (
+    arrays = dict(zip(MOE_NAMES, (
         matrix(E, H), rng.normal(size=E).astype(np.float32) / np.float32(4), matrix(L, H), matrix(shared, H),
         matrix(shared, H), matrix(H, shared), rng.normal(size=L).astype(np.float32), matrix(H, L))))
     return arrays, [random_expert(rng, L, I) for _ in range(E)], rng.normal(size=(T, H)).astype(np.float32)
@@ -160,11 +151,11 @@ def test_situ_refuses_what_does_not_fit():
 
 def test_dense_mlp():
     events = []
-    W = Once({n: ResidentMatrix(LAYER[f"shared_{n}"]) for n in DENSE_ORDER}, events)
-    gate, up, down = (LAYER[f"shared_{n}"].astype(np.float64) for n in DENSE_ORDER)
+    W = Once({n: ResidentMatrix(LAYER[f"shared_{n}"]) for n in DENSE_NAMES}, events)
+    gate, up, down = (LAYER[f"shared_{n}"].astype(np.float64) for n in DENSE_NAMES)
     x = np.random.default_rng(2).normal(size=(6, 48)).astype(np.float32)
     close("dense", dense_mlp(W, x, CEILINGS, CORES), situ64(x @ gate.T, x @ up.T) @ down.T)
-    assert tuple(events) == DENSE_ORDER
+    assert events == DENSE_NAMES
 
 
 @pytest.mark.parametrize("L, I, m", [(64, 32, 1), (32, 96, 5), (160, 64, 4)])
@@ -205,7 +196,7 @@ def test_layer_of_odd_widths_against_float64():
         w1, w2, w3 = decoded(experts[ids[t, r]])
         u[t] += weights[t, r] * (w2 @ situ64(w1 @ z[t], w3 @ z[t]))
     normed = u / np.sqrt((u * u).mean(1, keepdims=True) + 1e-5) * a["routed_expert_norm"]
-    gate, up, down = (a[f"shared_experts.{n}"] for n in DENSE_ORDER)
+    gate, up, down = (a[f"shared_experts.{n}"] for n in DENSE_NAMES)
     shared = situ64(x @ gate.T, x @ up.T) @ down.T
     close("y", run(arrays, Source(experts), x), normed @ a["routed_expert_up_proj"].T + shared)
 
@@ -240,7 +231,7 @@ def test_everything_is_taken_once_and_experts_are_asked_for_early():
     source = Source(experts, events=events)
     W = Once({n: ResidentMatrix(a) if a.ndim == 2 else a for n, a in arrays.items()}, events)
     moe_layer(W, source, x, RANDOM_SHAPE, CORES, on_route=lambda ids, weights: routed.append(ids))
-    assert events == [*MOE_ORDER[:2], "request", *MOE_ORDER[2:]]
+    assert events == [*MOE_NAMES[:2], "request", *MOE_NAMES[2:]]
     assert source.ids == sorted(set(routed[0].ravel().tolist())) and all(type(e) is int for e in source.ids)
     assert sorted(source.sent) == source.ids and len(source.sent) < routed[0].size
 

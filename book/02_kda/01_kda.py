@@ -32,6 +32,7 @@ from safetensors.numpy import load_file
 from k3lib.checkpoint import Checkpoint
 from k3lib.matmul import ResidentMatrix
 from k3lib.parallel import CORES
+from k3lib.tensors import EMBED, TABLE, tensor_name
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 plt.style.use(ROOT / "book" / "k3.mplstyle")
@@ -40,12 +41,12 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from numba import njit
 
 from k3lib.functions import exp, rms_norm, sigmoid
+from k3lib.kernel_cache import inner, kernel
 from k3lib.matmul import NotFinite, dot, linear
 from k3lib.parallel import chunk_done, next_chunk, parallel_for, threads_for
-from k3lib.simd import INNER, KERNEL, fma
+from k3lib.simd import fma
 
 _ONE, _ZERO = np.float32(1), np.float32(0)
 
@@ -97,11 +98,11 @@ def silu64(x):
 
 
 def conv64(x, weight, past=None, activation=silu64):
-    "float64 [T, P] of `x` [T, P], `weight` [P, 1, kernel] and `past` [kernel-1, P], zeros if absent."
-    kernel = weight.shape[2]
-    past = np.zeros((kernel - 1, x.shape[1])) if past is None else past
+    "float64 [T, P] of `x` [T, P], `weight` [P, 1, taps] and `past` [taps-1, P], zeros if absent."
+    taps = weight.shape[2]
+    past = np.zeros((taps - 1, x.shape[1])) if past is None else past
     line = np.concatenate([past, x]).astype(np.float64)
-    return activation(sum(weight[:, 0, j] * line[j:j + len(x)] for j in range(kernel)))
+    return activation(sum(weight[:, 0, j] * line[j:j + len(x)] for j in range(taps)))
 
 
 # %% [markdown]
@@ -110,39 +111,39 @@ def conv64(x, weight, past=None, activation=silu64):
 # lies ahead of `j`.
 
 # %% tags=["export"]
-@njit(**KERNEL)
+@kernel
 def _short_conv(x, weight, state, out):
     T, channels = x.shape
-    kernel = weight.shape[2]
+    taps = weight.shape[2]
     for t in range(T):
         for c in range(channels):
             out[t, c] = _ZERO
-        for j in range(kernel):
-            s = t + j - (kernel - 1)
+        for j in range(taps):
+            s = t + j - (taps - 1)
             if s >= 0:
                 for c in range(channels):
                     out[t, c] = fma(weight[c, 0, j], x[s, c], out[t, c])
             else:
                 for c in range(channels):
-                    out[t, c] = fma(weight[c, 0, j], state[c, s + kernel - 1], out[t, c])
+                    out[t, c] = fma(weight[c, 0, j], state[c, s + taps - 1], out[t, c])
         for c in range(channels):
             out[t, c] = out[t, c] * sigmoid(out[t, c])
     for c in range(channels):
-        for j in range(kernel - 1):
-            s = T + j - (kernel - 1)
+        for j in range(taps - 1):
+            s = T + j - (taps - 1)
             state[c, j] = x[s, c] if s >= 0 else state[c, T + j]
 
 
 def short_conv(x: np.ndarray, weight: np.ndarray, state: np.ndarray) -> np.ndarray:
     """silu(causal depthwise convolution of `x`), float32 [T, P].
 
-    `x` float32 [T, P]; `weight` float32 [P, 1, kernel], oldest tap first. `state` float32 [P, kernel-1]
-    holds the inputs before x[0], oldest first. The call replaces them by the last kernel-1 inputs up to x[T-1].
+    `x` float32 [T, P]; `weight` float32 [P, 1, taps], oldest tap first. `state` float32 [P, taps-1]
+    holds the inputs before x[0], oldest first. The call replaces them by the last taps-1 inputs up to x[T-1].
     Raises ValueError where shapes do not fit.
     """
-    P, _, kernel = weight.shape
+    P, _, taps = weight.shape
     _check_shape("short_conv: x", x, (len(x), P))
-    _check_shape("short_conv: state", state, (P, kernel - 1))
+    _check_shape("short_conv: state", state, (P, taps - 1))
     out = np.empty_like(x)
     _short_conv(x, weight, state, out)
     return out
@@ -216,7 +217,7 @@ rejects(fixture["y_from_state"], {
 L2_EPS = np.float32(1e-6)  # added to the sum of squares, not to the mean of squares
 
 
-@njit(**KERNEL)
+@kernel
 def _l2norm(x, out):
     "Write the normed heads to `out`; return the flat index of the first head whose sum is not finite, or -1."
     for t in range(x.shape[0]):
@@ -270,7 +271,7 @@ rejects(fixture["y"], {
 # $e^{-5} = 0.7\%$ a token.
 
 # %% tags=["export"]
-@njit(**KERNEL)
+@kernel
 def _kda_decay(z, A_log, dt_bias, lower_bound, out):
     "Write alpha to `out`; return the first head at which the sigmoid's argument is not finite, or -1."
     low = np.float32(lower_bound)
@@ -452,7 +453,7 @@ rejects(fixture["o_s0"], {"state read as [value, key]": recurrent64(*tokens, giv
 # a time: each channel's sum keeps its order, so the bits stay.
 
 # %% tags=["export"]
-@njit(**INNER)
+@inner
 def _recall_rows(S, alpha, k, first, out):
     "out += (diag(alpha) S)^T k over the key rows from `first` on, one row at a time."
     for i in range(first, k.size):
@@ -461,7 +462,7 @@ def _recall_rows(S, alpha, k, first, out):
             out[j] = fma(a, S[i, j], out[j])
 
 
-@njit(**INNER)
+@inner
 def _correct_rows(S, alpha, k, delta, q, first, out):
     "S = diag(alpha) S + k delta^T, then out += S^T q, over the key rows from `first` on, one row at a time."
     for i in range(first, k.size):
@@ -491,7 +492,7 @@ class Recurrence(NamedTuple):
 
 
 # %%
-@njit(**KERNEL)
+@kernel
 def one_row_a_pass(heads, arrays, cursor):
     "For each head of a chunk: all its tokens, one after another."
     q, k, v, alpha, beta, S, query, delta, out = arrays
@@ -524,7 +525,7 @@ def one_row_a_pass(heads, arrays, cursor):
 # With `while` it can.
 
 # %% tags=["export"]
-@njit(**INNER)
+@inner
 def _recall(S, alpha, k, out):
     "out += (diag(alpha) S)^T k, four key rows at a time."
     i = 0
@@ -537,7 +538,7 @@ def _recall(S, alpha, k, out):
     _recall_rows(S, alpha, k, i, out)
 
 
-@njit(**INNER)
+@inner
 def _correct(S, alpha, k, delta, q, out):
     "S = diag(alpha) S + k delta^T, then out += S^T q, four key rows at a time."
     i = 0
@@ -556,7 +557,7 @@ def _correct(S, alpha, k, delta, q, out):
 
 
 # %% tags=["export"]
-@njit(**KERNEL)
+@kernel
 def _kda_recurrent(heads, arrays, cursor):
     "For each head of a chunk: all its tokens, one after another. `arrays` is a Recurrence."
     q, k, v, alpha, beta, S, query, delta, out = arrays
@@ -798,7 +799,7 @@ assert np.allclose(answers["delta rule"][16, 0] * np.sqrt(d), v[16], atol=1e-5)
 # Gating first would let the norm cancel most of it.
 
 # %% tags=["export"]
-@njit(**KERNEL)
+@kernel
 def _sigmoid_in_place(x):
     for t in range(x.shape[0]):
         for i in range(x.shape[1]):
@@ -835,14 +836,14 @@ class KDAState(NamedTuple):
 
 def kda_state(shape: KDAShape) -> KDAState:
     "The state before the first token: zeros."
-    heads, d, kernel = shape[:3]
-    return KDAState(np.zeros((3, heads * d, kernel - 1), np.float32), np.zeros((heads, d, d), np.float32))
+    heads, d, taps = shape[:3]
+    return KDAState(np.zeros((3, heads * d, taps - 1), np.float32), np.zeros((heads, d, d), np.float32))
 
 
 # %% [markdown]
 # Weights come from a mapping `W` of short names. A matrix may be one that is read from disk while it is multiplied, and
-# each is read once for each forward pass. So a layer takes each weight once, in the order of `KDA_ORDER`, and uses a
-# matrix before it takes the next.
+# each is read once for each forward pass. So a layer takes each weight once, in the order in which the equations use
+# it, and uses a matrix before it takes the next.
 
 # %% tags=["export"]
 class LayerWeights(Protocol):
@@ -851,16 +852,13 @@ class LayerWeights(Protocol):
     def __getitem__(self, name: str, /) -> Any: ...
 
 
-KDA_ORDER = ("q_proj", "q_conv1d", "k_proj", "k_conv1d", "v_proj", "v_conv1d", "b_proj", "f_a_proj", "f_b_proj",
-             "A_log", "dt_bias", "g_proj", "o_norm", "o_proj")
-
-
 def kda_layer(W: LayerWeights, x: np.ndarray, state: KDAState, shape: KDAShape, threads: int) -> np.ndarray:
     """The attention of one layer for T >= 1 tokens, float32 [T, H].
 
-    `x` float32 [T, H] is the layer's normed input. `W` has the names of KDA_ORDER; each is taken once, in that order.
-    `state` is advanced by T tokens. Calls with the same tokens, however cut, give the same bits, and so does any number
-    of `threads`. Raises ValueError where shapes do not fit, NotFinite where a number is infinite or NaN.
+    `x` float32 [T, H] is the layer's normed input. `W` has the short names that `tensors` lists for "kda"; each is
+    taken once, in that order. `state` is advanced by T tokens. Calls with the same tokens, however cut, give the same
+    bits, and so does any number of `threads`. Raises ValueError where shapes do not fit, NotFinite where a number is
+    infinite or NaN.
     """
     by_head = (len(x), shape.heads, shape.head_dim)
     q, k, v = (short_conv(linear(W[f"{n}_proj"], x, threads), W[f"{n}_conv1d"], state.conv[i]).reshape(by_head)
@@ -885,30 +883,30 @@ def kda_layer(W: LayerWeights, x: np.ndarray, state: KDAState, shape: KDAShape, 
 # %%
 model = Checkpoint(ROOT / "fixtures/oracle13/model")
 oracle = load_file(ROOT / "fixtures/oracle13/expected.safetensors")
-LAYER = "language_model.model.layers.0."
 
 
-def tensor(name):
-    return model.tensor(LAYER + name).astype(np.float64)
+def tensor(part, short):
+    "A tensor of layer 0, float64."
+    return model.tensor(tensor_name(0, part, short)).astype(np.float64)
 
 
 def rms64(x, weight=1.0, eps=1e-5):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 
 
-embedding = model.tensor("language_model.model.embed_tokens.weight")[oracle["prompt_ids"]].astype(np.float64)
-x64 = rms64(embedding, tensor("input_layernorm.weight"))
+embedding = model.tensor(EMBED)[oracle["prompt_ids"]].astype(np.float64)
+x64 = rms64(embedding, tensor("norms", "input_layernorm"))
 
 
 def after_layer0(y):
     "The hidden state after layer 0 if its attention gave `y`: the mix, then y plus the MLP's output."
     sources = np.stack([embedding, y])
-    score = (rms64(sources, tensor("mlp_res_norm.weight")) * tensor("mlp_res_proj.weight")[0]).sum(-1)
+    score = (rms64(sources, tensor("norms", "mlp_res_norm")) * tensor("norms", "mlp_res_proj")[0]).sum(-1)
     mixed = (np.exp(score - score.max(0)) / np.exp(score - score.max(0)).sum(0))[..., None] * sources
-    h = rms64(mixed.sum(0), tensor("post_attention_layernorm.weight"))
-    gate, up = h @ tensor("mlp.gate_proj.weight").T, h @ tensor("mlp.up_proj.weight").T
+    h = rms64(mixed.sum(0), tensor("norms", "post_attention_layernorm"))
+    gate, up = h @ tensor("dense", "gate_proj").T, h @ tensor("dense", "up_proj").T
     hidden = 4 * np.tanh(gate / 4) * sigmoid64(gate) * 25 * np.tanh(up / 25)
-    return y + hidden @ tensor("mlp.down_proj.weight").T
+    return y + hidden @ tensor("dense", "down_proj").T
 
 
 # %% [markdown]
@@ -935,8 +933,7 @@ def layer64(W, x, heads, **swap):
 
 
 # %%
-bare = ("A_log", "dt_bias")
-names = {n: LAYER + "self_attn." + n + ("" if n in bare else ".weight") for n in KDA_ORDER}
+names = {row.short: tensor_name(0, "kda", row.short) for row in TABLE["kda"]}
 W = {n: ResidentMatrix(model.raw(name)) if n.endswith("_proj") else model.tensor(name)
      for n, name in names.items()}
 W64 = {n: model.tensor(name).astype(np.float64) for n, name in names.items()}
@@ -995,10 +992,10 @@ for T in (1, 2, 3, 4, 5, 12):
 # Everything in float32, for the released shape: 69 KDA layers, 96 heads of 128, convolution kernel 4.
 
 # %%
-layers, heads, d, kernel, H = 69, 96, 128, 4, 7168
+layers, heads, d, taps, H = 69, 96, 128, 4, 7168
 P = heads * d
 state_bytes = layers * heads * d * d * 4
-conv_bytes = layers * 3 * P * (kernel - 1) * 4
+conv_bytes = layers * 3 * P * (taps - 1) * 4
 weight_bytes = layers * 2 * (5 * P * H + heads * H + d * H + P * d)
 print(f"state S            {state_bytes / 1e6:6.0f} MB, read once and written once a token")
 print(f"conv history       {conv_bytes / 1e6:6.0f} MB")

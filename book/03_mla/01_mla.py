@@ -41,13 +41,13 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from k3lib.functions import exp, rms_norm, sigmoid
 from k3lib.kda import LayerWeights
+from k3lib.kernel_cache import inner, kernel
 from k3lib.matmul import Matrix, check_product, line_aligned, linear, products
 from k3lib.parallel import chunk_done, next_chunk, parallel_for, threads_for
-from k3lib.simd import INNER, KERNEL, fma16, load16, load16_part, splat16, store16
+from k3lib.simd import fma16, load16, load16_part, splat16, store16
 
 _ONE, _ZERO, _NAN = np.float32(1), np.float32(0), np.float32(np.nan)
 _LOWEST, _FAINT = np.float32(-np.inf), np.float32(-60)  # the maximum before any score; see softmax_tile
@@ -308,7 +308,7 @@ class Item(NamedTuple):
 # that only the context has.
 
 # %% tags=["export"]
-@njit(**INNER)
+@inner
 def _start(w, i, latent, x, nope, row, context):
     """row[:width] = [W_uk^T x[:nope] | x[nope:]] / sqrt(x.size); W_uk is the `nope` rows of kv_b from w[i] on.
 
@@ -339,7 +339,7 @@ def _start(w, i, latent, x, nope, row, context):
 # NaN.
 
 # %% tags=["export"]
-@njit(**INNER)
+@inner
 def softmax_tile(s, m, l):
     """Replace the scores `s` float32 [n] by e^(s - new maximum), or by 0 where that is below e^-60.
 
@@ -368,13 +368,13 @@ def softmax_tile(s, m, l):
 # bits. Four queries share every cache row: eight accumulators stay in registers while the tile is read.
 
 # %% tags=["export"]
-@njit(**INNER)
+@inner
 def _load4(rows, i, m):
     "rows[i + r, m:m+16] for r = 0 .. 3."
     return load16(rows[i], m), load16(rows[i + 1], m), load16(rows[i + 2], m), load16(rows[i + 3], m)
 
 
-@njit(**INNER)
+@inner
 def _store4(rows, i, m, v):
     "rows[i + r, m:m+16] = v[r] for r = 0 .. 3."
     store16(rows[i], m, v[0])
@@ -383,13 +383,13 @@ def _store4(rows, i, m, v):
     store16(rows[i + 3], m, v[3])
 
 
-@njit(**INNER)
+@inner
 def _fma4(a, v, acc):
     return fma16(a[0], v, acc[0]), fma16(a[1], v, acc[1]), fma16(a[2], v, acc[2]), fma16(a[3], v, acc[3])
 
 
 # %% tags=["export"]
-@njit(**INNER)
+@inner
 def _context4(item, start, n, g, m):
     "Lanes m .. m+32 of the contexts of queries g .. g+4: add weight times row for `n` cache rows from `start` on."
     cache, work, s, u = item.cache, item.work, item.scores, item.context + m
@@ -402,7 +402,7 @@ def _context4(item, start, n, g, m):
     _store4(work, g, u + 16, b)
 
 
-@njit(**INNER)
+@inner
 def _context1(cache, start, weights, context, m, end):
     "Lanes m .. end of one context: add weight times row for the cache rows from `start` on, one for each weight."
     while m < end:
@@ -423,13 +423,13 @@ def _context1(cache, start, weights, context, m, end):
 # more. The positions that all four see are done together, the others one by one.
 
 # %% tags=["export"]
-@njit(**INNER)
+@inner
 def _seen(item, r, start):
     "How many rows of the tile of cache rows from `start` on query r sees: those up to its own position."
     return max(0, min(CACHE_TILE, item.position + r // item.heads + 1 - start))
 
 
-@njit(**INNER)
+@inner
 def _visit(item, start, g, count):
     """Queries g .. g+count, at most four, meet the tile of cache rows from `start` on.
 
@@ -481,7 +481,7 @@ class HeadBlock(NamedTuple):
 
 
 # %% tags=["export"]
-@njit(**INNER)
+@inner
 def _value(block, item, r, value_row, out, column):
     "out[column:column+v_dim] of query r's token = W_uv u / l; W_uv is the v_dim rows of kv_b from `value_row` on."
     kv_b, work, t, v = block.kv_b, item.work, r // item.heads, block.v_dim
@@ -505,7 +505,7 @@ def _value(block, item, r, value_row, out, column):
 TOKENS_AT_ONCE = 8  # tokens whose queries and contexts an item holds at once
 
 
-@njit(**INNER)
+@inner
 def _attend_item(block, number, first_token):
     "Item `number` of the block: its heads attend for up to TOKENS_AT_ONCE tokens from `first_token` on."
     kv_b, q, v = block.kv_b, block.q, block.v_dim
@@ -529,7 +529,7 @@ def _attend_item(block, number, first_token):
         _value(block, item, r, head * each + nope, out, (block.first + head) * v)
 
 
-@njit(**KERNEL)
+@kernel
 def _attend(items, block, cursor):
     while True:
         begin, end = next_chunk(cursor, items)
@@ -659,7 +659,7 @@ def mla_cache(shape: MLAShape, capacity: int) -> np.ndarray:
 
 
 # %% tags=["export"]
-@njit(**KERNEL)
+@kernel
 def _gate(o, g):
     "o *= sigmoid(g)."
     for t in range(o.shape[0]):
@@ -667,18 +667,15 @@ def _gate(o, g):
             o[t, i] *= sigmoid(g[t, i])
 
 
-MLA_ORDER = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "g_proj",
-             "o_proj")
-
-
 def mla_layer(W: LayerWeights, x: np.ndarray, cache: np.ndarray, position: int, shape: MLAShape,
               threads: int) -> np.ndarray:
     """The attention of one layer for the T >= 1 tokens at `position` .. position+T-1, float32 [T, H].
 
-    `x` float32 [T, H] is the layer's normed input. `W` has the names of MLA_ORDER; each is taken once, in that order.
-    `cache` float32 [capacity, latent + rope] holds the rows before `position`; the call writes [normed latent |
-    extra dims] of `x` to the next T rows. Calls with the same tokens, however cut, give the same bits, and so does any
-    number of `threads`. Raises ValueError where shapes do not fit, NotFinite where a number is infinite or NaN.
+    `x` float32 [T, H] is the layer's normed input. `W` has the short names that `tensors` lists for "mla"; each is
+    taken once, in that order. `cache` float32 [capacity, latent + rope] holds the rows before `position`; the call
+    writes [normed latent | extra dims] of `x` to the next T rows. Calls with the same tokens, however cut, give the
+    same bits, and so does any number of `threads`. Raises ValueError where shapes do not fit, NotFinite where a number
+    is infinite or NaN.
     """
     T, latent = len(x), shape.latent
     if position + T > len(cache):
@@ -821,7 +818,7 @@ assert np.allclose(p.sum(2), 1, atol=1e-6) and (np.triu(p.transpose(1, 0, 2), 1)
 # where four heads share each row and the cache goes by once.
 
 # %%
-@njit(**KERNEL)
+@kernel
 def _plain(queries, cache, latent, s, u):
     "One query after another over the whole cache: scores, softmax, context."
     for h in range(len(queries)):
@@ -902,7 +899,7 @@ for name, rung, _ in ladder:
 # The same tile, with either kind of weight:
 
 # %%
-@njit(**KERNEL)
+@kernel
 def _repeat_context(item, times):
     for _ in range(times):
         for m in range(0, 512, 32):

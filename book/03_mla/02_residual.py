@@ -34,11 +34,11 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 
 # %% tags=["export"]
 import numpy as np
-from numba import njit
 
 from k3lib.functions import exp
+from k3lib.kernel_cache import kernel
 from k3lib.matmul import NotFinite, dot
-from k3lib.simd import KERNEL, fma
+from k3lib.simd import fma
 
 _ZERO = np.float32(0)
 _LOWEST, _FAINT = np.float32(-np.inf), np.float32(-60)  # below every score; a weight e^-60 or smaller counts as 0
@@ -103,7 +103,7 @@ for loud in (1, 10):
 # weights below $e^{-60}$ are 0.
 
 # %% tags=["export"]
-@njit(**KERNEL)
+@kernel
 def _depth_weights(sources, query, eps, weights):
     "Write the weights; return the first source with a score or sum of squares that is not finite, or -1."
     n, T, H = sources.shape
@@ -147,7 +147,7 @@ def depth_weights(sources: np.ndarray, n: int, norm_w: np.ndarray, proj_w: np.nd
 # the sum would read its own first term as that source, and later mixes read the source too. 3.2.6 shows the result.
 
 # %% tags=["export"]
-@njit(**KERNEL)
+@kernel
 def _weighted_sum(sources, weights, out):
     "out[t] = sum over s of weights[s, t] * sources[s, t], in the order of s."
     n, T, H = sources.shape
@@ -488,11 +488,11 @@ def mix_numpy32(sources, norm_w, proj_w, eps):
     return ((e / e.sum(0))[..., None] * sources).sum(0)
 
 
-def kernel(sources, norm_w, proj_w, eps):
+def fused(sources, norm_w, proj_w, eps):
     return mix(sources, len(sources), norm_w, proj_w, eps, np.empty(sources.shape[1:], np.float32))
 
 
-ladder = [("NumPy, float64", mix64, 8 * 8), ("NumPy, float32", mix_numpy32, 8 * 4), ("kernel", kernel, 3 * 4)]
+ladder = [("NumPy, float64", mix64, 8 * 8), ("NumPy, float32", mix_numpy32, 8 * 4), ("kernel", fused, 3 * 4)]
 for name, rung, per_element in ladder:
     far = off(rung(sources, norm_w, proj_w, 1e-5), fixture["out_9"])
     print(f"{name:16} about {9 * width * per_element / 1e6:.1f} MB moved a mix of 9, within 1e-5: {far < TOLERANCE}")

@@ -31,10 +31,9 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 
 # %% tags=["export"]
 import numpy as np
-from numba import njit
 
 from k3lib.functions import sigmoid
-from k3lib.simd import KERNEL
+from k3lib.kernel_cache import kernel
 
 _ZERO, _TINY = np.float32(0), np.float32(1e-20)
 
@@ -99,7 +98,7 @@ for k in (2, 3):
 # that of two equal ones the earlier, lower id stays ahead. The sum of scores runs in rank order: one order, one result.
 
 # %% tags=["export"]
-@njit(**KERNEL)
+@kernel
 def _route(logits, bias, scale, best, ids, weights):
     "Write ids and weights; best float32 [k] is scratch, the k largest s + bias so far in falling order."
     k = ids.shape[1]

@@ -44,13 +44,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from numba import njit
 
 from k3lib.functions import rms_norm, sigmoid, tanh
 from k3lib.kda import LayerWeights
+from k3lib.kernel_cache import kernel
 from k3lib.matmul import Matrix, NotFinite, PackedMatrix, check_product, linear
 from k3lib.router import route
-from k3lib.simd import KERNEL, fma
+from k3lib.simd import fma
 
 _ZERO = np.float32(0)
 
@@ -108,7 +108,7 @@ class Situ(NamedTuple):
     linear_beta: float  # of the up side, activation_situ_linear_beta: 25
 
 
-@njit(**KERNEL)
+@kernel
 def _situ_glu(gate, up, beta, linear_beta, out):
     "SiTU of float32 [n]; `out` may be `gate` or `up`, which is slower."
     for i in range(out.size):
@@ -187,14 +187,11 @@ plt.show()
 # differs.
 
 # %% tags=["export"]
-DENSE_ORDER = ("gate_proj", "up_proj", "down_proj")
-
-
 def dense_mlp(W: LayerWeights, x: np.ndarray, situ: Situ, threads: int, prefix: str = "") -> np.ndarray:
     """down SiTU(gate x, up x), float32 [T, H], for `x` float32 [T, H].
 
-    Takes W[prefix + name] once for each name of DENSE_ORDER, in that order. Any number of `threads` gives the same
-    bits. Raises ValueError where shapes do not fit, NotFinite where a product is infinite or NaN.
+    Takes W[prefix + name] once for gate_proj, up_proj and down_proj, in that order. Any number of `threads` gives the
+    same bits. Raises ValueError where shapes do not fit, NotFinite where a product is infinite or NaN.
     """
     gate, up = linear(W[prefix + "gate_proj"], x, threads), linear(W[prefix + "up_proj"], x, threads)
     return linear(W[prefix + "down_proj"], situ_glu(gate, up, situ), threads)
@@ -209,11 +206,11 @@ moe = load_file(ROOT / "fixtures/ops/latent_moe.safetensors")
 W = {n: ResidentMatrix(moe[n]) if moe[n].ndim == 2 else moe[n]
      for n in ("gate", "e_score_correction_bias", "routed_expert_down_proj", "routed_expert_norm",
                "routed_expert_up_proj")}
-W |= {f"shared_experts.{n}": ResidentMatrix(moe[f"shared_{n}"]) for n in DENSE_ORDER}
+W |= {f"shared_experts.{n}": ResidentMatrix(moe[f"shared_{n}"]) for n in ("gate_proj", "up_proj", "down_proj")}
 
 
 def mlp64(x):
-    gate, up, down = (moe[f"shared_{n}"].astype(np.float64) for n in DENSE_ORDER)
+    gate, up, down = (moe[f"shared_{n}"].astype(np.float64) for n in ("gate_proj", "up_proj", "down_proj"))
     return down @ situ_reference(gate @ x, up @ x)
 
 
@@ -322,7 +319,7 @@ class LayerExperts(Protocol):
         "Call work(id, expert) once for each requested expert, in any order, on at most `threads` threads at once."
 
 
-@njit(**KERNEL)
+@kernel
 def _weighted_sum(rows, place, weights, out):
     "out[t] = sum over ranks r of weights[t, r] * rows[place[t, r]], in rank order."
     for t in range(out.shape[0]):
@@ -449,18 +446,15 @@ class MoEShape(NamedTuple):
     eps: float  # of the norm on the sum of the experts, rms_norm_eps: 1e-5
 
 
-MOE_ORDER = ("gate", "e_score_correction_bias", "routed_expert_down_proj", "shared_experts.gate_proj",
-             "shared_experts.up_proj", "shared_experts.down_proj", "routed_expert_norm", "routed_expert_up_proj")
-
-
 def moe_layer(W: LayerWeights, experts: LayerExperts, x: np.ndarray, shape: MoEShape, threads: int,
               on_route: Callable[[np.ndarray, np.ndarray], None] | None = None) -> np.ndarray:
     """The feed-forward part of one layer, latent experts plus the shared path, float32 [T, H].
 
-    `x` float32 [T, H] is the normed input. `W` has the names of MOE_ORDER; each is taken once, in that order. `experts`
-    are requested as soon as they are known; on_route(ids, weights) is then called with the routing, int32 and float32
-    [T, top_k]. Calls with the same tokens, however cut, give the same bits, and so does any number of `threads` and any
-    order of the experts. Raises ValueError where shapes do not fit, NotFinite where a number is infinite or NaN.
+    `x` float32 [T, H] is the normed input. `W` has the short names that `tensors` lists for "moe"; each is taken once,
+    in that order. `experts` are requested as soon as they are known; on_route(ids, weights) is then called with the
+    routing, int32 and float32 [T, top_k]. Calls with the same tokens, however cut, give the same bits, and so does any
+    number of `threads` and any order of the experts. Raises ValueError where shapes do not fit, NotFinite where a
+    number is infinite or NaN.
     """
     ids, weights = route(linear(W["gate"], x, threads), W["e_score_correction_bias"], shape.top_k, shape.scale)
     experts.request(np.unique(ids).tolist())
