@@ -3,85 +3,103 @@
 Made from book/04_moe_router/02_moe.py: edit that, then run `make export`.
 """
 
-from typing import NamedTuple
-import numpy as np
-from k3lib.kernel_cache import kernel
-from k3lib.simd import fma
-from k3lib.matmul import NotFinite, check_packed, check_product, deinterleaved, linear, matmul_rows
-from k3lib.parallel import CORES
-from k3lib.functions import rms_norm, sigmoid, tanh
-from k3lib.router import route
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
+from k3lib.functions import rms_norm, sigmoid, tanh
+from k3lib.kda import LayerWeights
+from k3lib.kernel_cache import kernel
+from k3lib.matmul import Matrix, NotFinite, PackedMatrix, check_product, linear
+from k3lib.router import route
+from k3lib.simd import fma
 
 _ZERO = np.float32(0)
 
 
+class Situ(NamedTuple):
+    "The two ceilings of the activation. They are the same in all layers of a model."
+
+    beta: float  # of the gate side, the config's activation_situ_beta: 4
+    linear_beta: float  # of the up side, activation_situ_linear_beta: 25
+
+
 @kernel
 def _situ_glu(gate, up, beta, linear_beta, out):
+    "SiTU of float32 [n]; `out` may be `gate` or `up`, which is slower."
     for i in range(out.size):
         g = gate[i]
         out[i] = beta * tanh(g / beta) * sigmoid(g) * (linear_beta * tanh(up[i] / linear_beta))
 
 
-def situ_glu(gate, up, beta, linear_beta, out=None):
-    "beta tanh(gate/beta) * sigmoid(gate) * linear_beta tanh(up/linear_beta), float32 [...]; the sigmoid sees the uncapped gate."
+def situ_glu(gate: np.ndarray, up: np.ndarray, situ: Situ, out: np.ndarray | None = None) -> np.ndarray:
+    """beta tanh(gate / beta) * sigmoid(gate) * linear_beta tanh(up / linear_beta), float32 [...].
+
+    `gate` and `up`: float32 [...]. The sigmoid sees the uncapped gate. The result is written to `out` (C order) if it
+    is given. Raises ValueError where shapes do not fit.
+    """
     if out is None:
         out = np.empty(gate.shape, np.float32)
     if gate.shape != up.shape or out.shape != gate.shape or not out.flags.c_contiguous:
         raise ValueError(f"situ_glu: gate {gate.shape}, up {up.shape} and out {out.shape} (contiguous) do not fit")
-    _situ_glu(gate.reshape(-1), up.reshape(-1), np.float32(beta), np.float32(linear_beta), out.reshape(-1))
+    beta, linear_beta = map(np.float32, situ)
+    _situ_glu(gate.reshape(-1), up.reshape(-1), beta, linear_beta, out.reshape(-1))
     return out
 
 
-DENSE_ORDER = ("gate_proj", "up_proj", "down_proj")
+def dense_mlp(W: LayerWeights, x: np.ndarray, situ: Situ, threads: int, prefix: str = "") -> np.ndarray:
+    """down SiTU(gate x, up x), float32 [T, H], for `x` float32 [T, H].
 
-
-def dense_mlp(W, x, beta, linear_beta, prefix=""):
-    "down SiTU(gate x, up x), float32 [T, H]. Takes W[prefix + name] once for each name of DENSE_ORDER, in that order."
-    gate, up = linear(W[prefix + "gate_proj"], x), linear(W[prefix + "up_proj"], x)
-    return linear(W[prefix + "down_proj"], situ_glu(gate, up, beta, linear_beta))
+    Takes W[prefix + name] once for gate_proj, up_proj and down_proj, in that order. Any number of `threads` gives the
+    same bits. Raises ValueError where shapes do not fit, NotFinite where a product is infinite or NaN.
+    """
+    gate, up = linear(W[prefix + "gate_proj"], x, threads), linear(W[prefix + "up_proj"], x, threads)
+    return linear(W[prefix + "down_proj"], situ_glu(gate, up, situ), threads)
 
 
 class Expert(NamedTuple):
-    "One routed expert's packed matrices, uint8: w1 gate and w3 up [I, L/2], w2 down [L, I/2]; scales [I, L/32], [L, I/32]."
+    "One routed expert of width I in a latent of width L."
 
-    w1: np.ndarray
-    w1_scale: np.ndarray
-    w2: np.ndarray
-    w2_scale: np.ndarray
-    w3: np.ndarray
-    w3_scale: np.ndarray
+    w1: Matrix  # gate [I, L]
+    w2: Matrix  # down [L, I]
+    w3: Matrix  # up [I, L]
 
-    @property
-    def width(self):
-        "The number of rows of w1, and of w3."
-        return len(self.w1)
-
-    def multiply(self, name, halves, out):
-        "out float32 [m, n] = x W^T for W one of w1, w2 and w3, on the calling thread; `halves` is mxfp4.halved(x)."
-        packed, scale = getattr(self, name), getattr(self, name + "_scale")
-        check_packed(packed, scale, halves.shape, out.shape)
-        matmul_rows((packed, scale), halves, out, 0)
+    @classmethod
+    def packed(cls, arrays: Sequence[Any]) -> "Expert":
+        "From six arrays (or extents) in the order of the files: packed weights and scales of w1, of w2, of w3."
+        return cls(*(PackedMatrix(*arrays[i:i + 2]) for i in (0, 2, 4)))
 
 
-def expert_mlp(expert, z, beta, linear_beta, out):
+def expert_mlp(expert: Expert, z: np.ndarray, situ: Situ, out: np.ndarray) -> np.ndarray:
     """out = w2 SiTU(w1 z, w3 z), float32 [m, L], for `z` float32 [m, L], on the calling thread.
 
-    `expert`: an Expert, or what has its .width and .multiply. No weight is unpacked in memory. Raises NotFinite naming w1, w2 or w3.
+    Raises NotFinite, whose .matrix is "w1", "w2" or "w3", where a product is infinite or NaN.
     """
-    gate, up, hidden = np.empty((3, len(z), expert.width), np.float32)
-    halves = deinterleaved(z)
-    expert.multiply("w1", halves, gate)
-    check_product(gate, z, matrix="w1")  # before the nonlinearity: tanh makes an innocent 1 of infinity
-    expert.multiply("w3", halves, up)
+    gate, up, hidden = np.empty((3, len(z), expert.w1.shape[0]), np.float32)
+    expert.w1.multiply(z, gate, 1)
+    check_product(gate, z, matrix="w1")  # before SiTU, because the tanh of infinity is an ordinary 1
+    expert.w3.multiply(z, up, 1)
     check_product(up, z, matrix="w3")
-    expert.multiply("w2", deinterleaved(situ_glu(gate, up, beta, linear_beta, hidden)), out)
+    situ_glu(gate, up, situ, hidden)
+    expert.w2.multiply(hidden, out, 1)
     check_product(out, hidden, matrix="w2")
     return out
 
 
+class LayerExperts(Protocol):
+    "The routed experts of one layer."
+
+    def request(self, ids: list[int]) -> None:
+        "Say which experts the next map() is for: each id once, rising. Reading may begin now."
+
+    def map(self, work: Callable[[int, Expert], None], threads: int) -> None:
+        "Call work(id, expert) once for each requested expert, in any order, on at most `threads` threads at once."
+
+
 @kernel
 def _weighted_sum(rows, place, weights, out):
+    "out[t] = sum over ranks r of weights[t, r] * rows[place[t, r]], in rank order."
     for t in range(out.shape[0]):
         for i in range(out.shape[1]):
             out[t, i] = _ZERO
@@ -91,60 +109,70 @@ def _weighted_sum(rows, place, weights, out):
                 out[t, i] = fma(w, row[i], out[t, i])
 
 
-def routed_sum(experts, z, ids, weights, beta, linear_beta):
-    """u[t] = sum over ranks r of weights[t, r] * expert ids[t, r] (z[t]), float32 [T, L], in rank order.
+def routed_sum(experts: LayerExperts, z: np.ndarray, ids: np.ndarray, weights: np.ndarray, situ: Situ,
+               threads: int) -> np.ndarray:
+    """u[t] = sum over ranks r of weights[t, r] * (expert ids[t, r] of z[t]), float32 [T, L], in rank order.
 
-    experts.each calls back with every expert once; it works on the tokens that chose it, whatever the order of arrival. Raises
-    RuntimeError when one arrives that is not due, or one that is due does not arrive, NotFinite with (expert, "w1", "w2" or "w3") as its matrix.
+    `z` float32 [T, L]; `ids` int32 [T, k], already requested; `weights` float32 [T, k]. The order in which experts.map
+    brings the experts does not change a bit. Raises RuntimeError if it brings an expert that was not chosen, brings one
+    twice or leaves one out; NotFinite, whose .matrix is (expert id, "w1", "w2" or "w3"), where a product is not finite.
     """
     T, k = ids.shape
     pairs = np.argsort(ids, axis=None, kind="stable")  # (token, rank) pairs, those of one expert side by side
     place = np.empty(T * k, np.int64)
     place[pairs] = np.arange(T * k)
     chosen, counts = np.unique(ids, return_counts=True)
-    due = {int(e): slice(end - n, end) for e, n, end in zip(chosen, counts, np.cumsum(counts))}
+    rows_of = {int(e): slice(end - n, end) for e, n, end in zip(chosen, counts, np.cumsum(counts))}  # not yet computed
     rows = np.empty((T * k, z.shape[1]), np.float32)
 
-    def use(e, expert):
-        if e not in due:
-            raise RuntimeError(f"expert {e} arrived, but those still due are {sorted(due)}")
-        mine = due.pop(e)
+    def work(e, expert):
+        if e not in rows_of:
+            raise RuntimeError(f"expert {e} arrived, but those still due are {sorted(rows_of)}")
+        mine = rows_of.pop(e)
         try:
-            expert_mlp(expert, z[pairs[mine] // k], beta, linear_beta, rows[mine])
+            expert_mlp(expert, z[pairs[mine] // k], situ, rows[mine])
         except NotFinite as error:
             error.matrix = e, error.matrix
             raise
 
-    experts.each(use, CORES)
-    if due:
-        raise RuntimeError(f"experts {sorted(due)} were requested and did not arrive")
+    experts.map(work, threads)
+    if rows_of:
+        raise RuntimeError(f"experts {sorted(rows_of)} were requested and did not arrive")
     u = np.empty_like(z)
     _weighted_sum(rows, place.reshape(T, k), weights, u)
     return u
 
 
-MOE_ORDER = ("gate", "e_score_correction_bias", "routed_expert_down_proj", "shared_experts.gate_proj",
-             "shared_experts.up_proj", "shared_experts.down_proj", "routed_expert_norm", "routed_expert_up_proj")
+class MoEShape(NamedTuple):
+    "The numbers of an MoE layer. They are the same in all MoE layers of a model."
+
+    top_k: int  # experts a token chooses, the config's num_experts_per_token: 16
+    scale: float  # routed_scaling_factor: 1
+    situ: Situ
+    eps: float  # of the norm on the sum of the experts, rms_norm_eps: 1e-5
 
 
-def moe_layer(W, experts, x, top_k, scale, beta, linear_beta, eps, on_route=None):
-    """One layer's feed-forward part, float32 [T, H], for normed input `x` float32 [T, H]: latent experts plus the shared path.
+def moe_layer(W: LayerWeights, experts: LayerExperts, x: np.ndarray, shape: MoEShape, threads: int,
+              on_route: Callable[[np.ndarray, np.ndarray], None] | None = None) -> np.ndarray:
+    """The feed-forward part of one layer, latent experts plus the shared path, float32 [T, H].
 
-    `W` maps each name of MOE_ORDER to a matrix or a float32 vector; each is taken once, in that order. `experts` has
-    .request(sorted ids), called as soon as the router has spoken, and .each(work, threads), which calls work(id, expert) once each,
-    in any order. `on_route(ids, weights)` is shown the routing. Order of arrival and cut of the tokens change no bit.
+    `x` float32 [T, H] is the normed input. `W` has the short names that `tensors` lists for "moe"; each is taken once,
+    in that order. `experts` are requested as soon as they are known; on_route(ids, weights) is then called with the
+    routing, int32 and float32 [T, top_k]. Calls with the same tokens, however cut, give the same bits, and so does any
+    number of `threads` and any order of the experts. Raises ValueError where shapes do not fit, NotFinite where a
+    number is infinite or NaN.
     """
-    ids, weights = route(linear(W["gate"], x), W["e_score_correction_bias"], top_k, scale)
+    ids, weights = route(linear(W["gate"], x, threads), W["e_score_correction_bias"], shape.top_k, shape.scale)
     experts.request(np.unique(ids).tolist())
     if on_route is not None:
         on_route(ids, weights)
-    z = linear(W["routed_expert_down_proj"], x)
-    shared = dense_mlp(W, x, beta, linear_beta, "shared_experts.")
-    u = routed_sum(experts, z, ids, weights, beta, linear_beta)
-    normed = rms_norm(u, W["routed_expert_norm"], eps)
-    return linear(W["routed_expert_up_proj"], normed) + shared
+    z = linear(W["routed_expert_down_proj"], x, threads)
+    shared = dense_mlp(W, x, shape.situ, threads, "shared_experts.")
+    u = routed_sum(experts, z, ids, weights, shape.situ, threads)
+    normed = rms_norm(u, W["routed_expert_norm"], shape.eps)
+    return linear(W["routed_expert_up_proj"], normed, threads) + shared
 
 
 __all__ = [
-    "situ_glu", "DENSE_ORDER", "dense_mlp", "Expert", "expert_mlp", "routed_sum", "MOE_ORDER", "moe_layer",
+    "Situ", "situ_glu", "dense_mlp", "Expert", "expert_mlp", "LayerExperts", "routed_sum", "MoEShape", "moe_layer",
 ]

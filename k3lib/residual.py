@@ -4,17 +4,19 @@ Made from book/03_mla/02_residual.py: edit that, then run `make export`.
 """
 
 import numpy as np
-from k3lib.kernel_cache import kernel
-from k3lib.simd import fma
-from k3lib.matmul import NotFinite, dot
+
 from k3lib.functions import exp
+from k3lib.kernel_cache import kernel
+from k3lib.matmul import NotFinite, dot
+from k3lib.simd import fma
 
-
-_ZERO, _LOWEST, _FAINT = np.float32(0), np.float32(-np.inf), np.float32(-60)
+_ZERO = np.float32(0)
+_LOWEST, _FAINT = np.float32(-np.inf), np.float32(-60)  # below every score; a weight e^-60 or smaller counts as 0
 
 
 @kernel
 def _depth_weights(sources, query, eps, weights):
+    "Write the weights; return the first source with a score or sum of squares that is not finite, or -1."
     n, T, H = sources.shape
     for t in range(T):
         top = _LOWEST
@@ -35,11 +37,11 @@ def _depth_weights(sources, query, eps, weights):
     return -1
 
 
-def depth_weights(sources, n, norm_w, proj_w, eps):
-    """float32 [n, T]: softmax over s < n of <RMSNorm(sources[s, t]; eps) * norm_w, proj_w>.
+def depth_weights(sources: np.ndarray, n: int, norm_w: np.ndarray, proj_w: np.ndarray, eps: float) -> np.ndarray:
+    """Mixing weights float32 [n, T]: the softmax over s < n of <RMSNorm(sources[s, t]; eps) * norm_w, proj_w>.
 
-    `sources` float32 [S, T, H], `norm_w` and `proj_w` float32 [H]. Raises ValueError where shapes do not fit, NotFinite where a
-    source's score or sum of squares is infinite or NaN.
+    `sources` float32 [S, T, H]; `norm_w` and `proj_w` float32 [H]. Raises ValueError where shapes do not fit, NotFinite
+    where a source's score or sum of squares is infinite or NaN.
     """
     S, T, H = sources.shape
     if not 1 <= n <= S or norm_w.shape != (H,) or proj_w.shape != (H,):
@@ -53,6 +55,7 @@ def depth_weights(sources, n, norm_w, proj_w, eps):
 
 @kernel
 def _weighted_sum(sources, weights, out):
+    "out[t] = sum over s of weights[s, t] * sources[s, t], in the order of s."
     n, T, H = sources.shape
     for t in range(T):
         y = out[t]
@@ -64,11 +67,12 @@ def _weighted_sum(sources, weights, out):
                 y[i] = fma(a, x[i], y[i])
 
 
-def mix(sources, n, norm_w, proj_w, eps, out):
-    """out[t] = sum over s < n of a[s, t] * sources[s, t], float32 [T, H], with a = depth_weights: the norm is for the scores alone.
+def mix(sources: np.ndarray, n: int, norm_w: np.ndarray, proj_w: np.ndarray, eps: float, out: np.ndarray) -> np.ndarray:
+    """out[t] = sum over s < n of a[s, t] * sources[s, t], float32 [T, H], where a = depth_weights(...).
 
-    Raises ValueError where shapes do not fit, or where `out` shares memory with `sources`, which this sum and every later
-    mix still read. Returns `out`. The bits of a token depend on that token alone.
+    The norm goes into the weights only; the sources are summed as they are. Returns `out`. The bits of a token depend
+    on that token alone. Raises ValueError where shapes do not fit or `out` shares memory with `sources`, which this sum
+    and later mixes still read; NotFinite as depth_weights does.
     """
     if out.shape != sources.shape[1:]:
         raise ValueError(f"mix: out has shape {out.shape}, expected {sources.shape[1:]}")

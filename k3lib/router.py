@@ -4,15 +4,16 @@ Made from book/04_moe_router/01_router.py: edit that, then run `make export`.
 """
 
 import numpy as np
-from k3lib.kernel_cache import kernel
-from k3lib.functions import sigmoid
 
+from k3lib.functions import sigmoid
+from k3lib.kernel_cache import kernel
 
 _ZERO, _TINY = np.float32(0), np.float32(1e-20)
 
 
 @kernel
 def _route(logits, bias, scale, best, ids, weights):
+    "Write ids and weights; best float32 [k] is scratch, the k largest s + bias so far in falling order."
     k = ids.shape[1]
     for t in range(logits.shape[0]):
         filled = 0
@@ -34,11 +35,12 @@ def _route(logits, bias, scale, best, ids, weights):
             weights[t, r] = weights[t, r] / (total + _TINY) * scale
 
 
-def route(logits, bias, k, scale):
+def route(logits: np.ndarray, bias: np.ndarray, k: int, scale: float) -> tuple[np.ndarray, np.ndarray]:
     """(ids int32 [T, k], weights float32 [T, k]) in rank order, for `logits` float32 [T, E] and `bias` float32 [E].
 
-    s = sigmoid(logits); the k largest of s + bias, equal ones by the lower id; weight = s / (sum of the chosen s + 1e-20) * scale.
-    Raises ValueError on a logit or a bias that is not finite.
+    With s = sigmoid(logits), the chosen experts are those with the k largest s + bias; of equal ones the lower id wins.
+    An expert's weight is s / (sum of the chosen s + 1e-20) * scale. Raises ValueError where shapes do not fit, or for a
+    logit or a bias that is not finite.
     """
     T, E = logits.shape
     if bias.shape != (E,) or not 1 <= k <= E:

@@ -2,8 +2,9 @@
 
     NUMBA_CPU_NAME=generic python tests/contract.py test_mla test_residual model
 
-Each name is a test module with a function `contract(threads)`, or `model`: the whole model. Prints one JSON object for each number of threads, a
-dictionary {name: {what: digest}}. numba fixes the CPU when it starts, so test_contract.py starts one process for each CPU.
+Each name is a test module with a function `contract(threads)`, or `model`: the whole model. Prints one JSON object for
+each number of threads, a dictionary {name: {what: digest}}. numba fixes the CPU when it starts, so test_contract.py
+starts one process for each CPU.
 """
 import importlib
 import json
@@ -40,7 +41,8 @@ def main(names):
     from k3lib import parallel
     parallel.MIN_PARALLEL_MACS = 0  # all threads work, however little there is to do
     for threads in 1, 2:
-        found = {name: model(threads) if name == "model" else importlib.import_module(name).contract(threads) for name in names}
+        found = {name: model(threads) if name == "model" else importlib.import_module(name).contract(threads)
+                 for name in names}
         print(json.dumps({"threads": threads, "found": found}), flush=True)
 
 

@@ -1,5 +1,4 @@
-"k3lib.kda: every operation by hand and by fixture, the layer against a model that ran elsewhere, any cut to the same bytes."
-import numba
+"k3lib.kda: each operation by hand and by fixture, the layer against another engine, any cut to the same bytes."
 import numpy as np
 import pytest
 from common import FIXTURES, TOLERANCE, close, same
@@ -7,15 +6,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+from k3lib import kda
 from k3lib.checkpoint import Checkpoint
 from k3lib.functions import rms_norm
-from k3lib.kda import KDA_ORDER, kda_decay, kda_layer, kda_recurrent, kda_state, l2norm, short_conv, squash
+from k3lib.kda import KDAShape, kda_decay, kda_layer, kda_state, l2norm, short_conv, sigmoid_in_place
 from k3lib.matmul import ResidentMatrix
-from k3lib.moe import dense_mlp
+from k3lib.moe import Situ, dense_mlp
+from k3lib.parallel import CORES
 from k3lib.residual import mix
+from k3lib.tensors import EMBED, TABLE, tensor_name
 
-CONV, L2, DECAY, RECURRENT = (load_file(FIXTURES / f"ops/{name}.safetensors") for name in ("short_conv", "l2norm", "kda_decay", "kda_recurrent"))
+CONV, L2, DECAY, RECURRENT = (load_file(FIXTURES / f"ops/{name}.safetensors")
+                              for name in ("short_conv", "l2norm", "kda_decay", "kda_recurrent"))
 EPS, LOW = 1e-5, -5.0
+
+
+def shape_of(heads, d, kernel=4):
+    return KDAShape(heads, d, kernel, LOW, EPS)
+
+
+def kda_recurrent(*arrays, threads=CORES):
+    return kda.kda_recurrent(*arrays, threads)
 
 
 def f32(*rows):
@@ -118,7 +129,8 @@ def layer64(W, x, heads, **swap):
     q, k, v = (do["conv"](x @ W[f"{n}_proj"].T, W[f"{n}_conv1d"]).reshape(len(x), heads, -1) for n in "qkv")
     alpha = np.exp(do["decay"]((x @ W["f_a_proj"].T @ W["f_b_proj"].T).reshape(q.shape), W["A_log"], W["dt_bias"]))
     S = np.zeros((heads, q.shape[2], q.shape[2]))
-    o, _ = recurrent64(do["norm"](q) * do["scale"], do["norm"](k), do["value"](v), alpha, sigmoid64(x @ W["b_proj"].T), S, do["update"])
+    beta = sigmoid64(x @ W["b_proj"].T)
+    o, _ = recurrent64(do["norm"](q) * do["scale"], do["norm"](k), do["value"](v), alpha, beta, S, do["update"])
     return do["out"](o, (x @ W["g_proj"].T).reshape(q.shape), W["o_norm"]).reshape(len(x), -1) @ W["o_proj"].T
 
 
@@ -134,7 +146,8 @@ def some_layer(H, heads, d, kernel=4, rank=None, seed=0):
     W |= {f"{n}_conv1d": rng.standard_normal((P, 1, kernel)).astype(np.float32) for n in "qkv"}
     return W | dict(b_proj=matrix(heads, H), f_a_proj=matrix(rank, H), f_b_proj=matrix(P, rank), o_proj=matrix(H, P),
                     A_log=np.append(rng.uniform(-1, 1, heads), [np.nan] * 3).astype(np.float32),
-                    dt_bias=rng.standard_normal(P).astype(np.float32), o_norm=rng.uniform(.5, 1.5, d).astype(np.float32))
+                    dt_bias=rng.standard_normal(P).astype(np.float32),
+                    o_norm=rng.uniform(.5, 1.5, d).astype(np.float32))
 
 
 def some_input(T, H, seed=1):
@@ -144,7 +157,10 @@ def some_input(T, H, seed=1):
 # Short convolution
 
 def test_conv_by_hand():
-    "One channel, taps 1 10 100 1000 on inputs 1 2 3: the newest input meets the last tap, and silu(u) = u to four digits from 12 on."
+    """One channel, taps 1 10 100 1000 on inputs 1 2 3: the newest input meets the last tap.
+
+    From 12 on silu(u) = u to four digits.
+    """
     weight, state = f32([[1, 10, 100, 1000]]), f32([7, 8, 9])
     y = short_conv(f32([1], [2], [3]), weight, state)
     close("y", y, [[1987.], [2198.], [3219.]], 1e-6)
@@ -152,7 +168,8 @@ def test_conv_by_hand():
     close("silu", short_conv(f32([-1]), f32([[0, 0, 0, 1]]), np.zeros((1, 3), np.float32)), [[-0.26894142]], 1e-6)
 
 
-@pytest.mark.parametrize("start, y, final", [(None, "y", "final_state"), ("initial_state", "y_from_state", "final_state_from_state")])
+@pytest.mark.parametrize("start, y, final", [(None, "y", "final_state"),
+                                             ("initial_state", "y_from_state", "final_state_from_state")])
 def test_conv_fixture(start, y, final):
     state = np.ascontiguousarray(CONV[start].T) if start else np.zeros((24, 3), np.float32)
     close(y, short_conv(CONV["x"], CONV["weight"], state), CONV[y])
@@ -241,7 +258,8 @@ def test_recurrent_fixture(start, o, final):
 def test_raw_queries_and_keys_through_our_own_norm():
     q, k, v, alpha, beta = fixture_tokens()
     S = np.zeros((3, 16, 16), np.float32)
-    close("o", kda_recurrent(l2norm(RECURRENT["q_raw"]), l2norm(RECURRENT["k_raw"]), v, alpha, beta, S), RECURRENT["o"])
+    q, k = l2norm(RECURRENT["q_raw"]), l2norm(RECURRENT["k_raw"])
+    close("o", kda_recurrent(q, k, v, alpha, beta, S), RECURRENT["o"])
 
 
 @pytest.mark.parametrize("heads, d", [(1, 1), (2, 2), (3, 3), (1, 5), (2, 17), (5, 24), (1, 33), (2, 128)])
@@ -258,7 +276,8 @@ def test_recurrent_of_any_width(heads, d):
 @pytest.mark.parametrize("name", WRONG_UPDATE)
 def test_a_wrong_update_fails_the_fixture(name):
     with pytest.raises(AssertionError, match="largest difference"):
-        close("o", recurrent64(*fixture_tokens(), np.zeros((3, 16, 16)), WRONG_UPDATE[name])[0], RECURRENT["o"], 100 * TOLERANCE)
+        o, _ = recurrent64(*fixture_tokens(), np.zeros((3, 16, 16)), WRONG_UPDATE[name])
+        close("o", o, RECURRENT["o"], 100 * TOLERANCE)
 
 
 def test_what_is_asked_of_a_fresh_key_comes_back():
@@ -272,51 +291,51 @@ def test_what_is_asked_of_a_fresh_key_comes_back():
 
 # The layer
 
-def test_squash_in_place():
+def test_sigmoid_in_place():
     x = f32([0, 100, -100])
-    assert squash(x) is x
+    assert sigmoid_in_place(x) is x
     close("sigmoid", x, [[.5, 1, 0]], 1e-6)
 
 
 @pytest.mark.parametrize("H, heads, d, kernel, rank", [
     (37, 3, 16, 4, 16), (40, 1, 5, 4, 5), (64, 5, 24, 3, 20), (33, 7, 33, 5, 33), (16, 2, 100, 2, 7)])
 def test_layer_of_any_shape(H, heads, d, kernel, rank):
-    W, x = some_layer(H, heads, d, kernel, rank), some_input(7, H)
-    close("layer", kda_layer(W, x, kda_state(heads, d, kernel), EPS, LOW), layer64(W, x, heads))
+    W, x, shape = some_layer(H, heads, d, kernel, rank), some_input(7, H), shape_of(heads, d, kernel)
+    close("layer", kda_layer(W, x, kda_state(shape), shape, CORES), layer64(W, x, heads))
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from([(24, 2, 16, 4), (21, 3, 5, 4), (19, 1, 33, 2), (18, 4, 8, 6)]), st.integers(0, 2**32 - 1),
        st.lists(st.integers(1, 5), min_size=1, max_size=5))
-def test_any_cut_gives_the_same_bytes(shape, seed, cuts):
-    H, heads, d, kernel = shape
-    T, W = sum(cuts), some_layer(H, heads, d, kernel, seed=seed % 3)
+def test_any_cut_gives_the_same_bytes(sizes, seed, cuts):
+    H, *numbers = sizes
+    shape = shape_of(*numbers)
+    T, W = sum(cuts), some_layer(H, *numbers, seed=seed % 3)
     x = some_input(T, H, seed)
 
-    def run(pieces):
-        state, outputs, at = kda_state(heads, d, kernel), [], 0
-        for n in pieces:
-            outputs.append(kda_layer(W, x[at:at + n], state, EPS, LOW))
+    def run(chunks):
+        state, outputs, at = kda_state(shape), [], 0
+        for n in chunks:
+            outputs.append(kda_layer(W, x[at:at + n], state, shape, CORES))
             at += n
         return np.concatenate(outputs), state
 
     y, state = run(cuts)
-    for pieces in ([T], [1] * T):
-        other, moved = run(pieces)
-        same(f"output, {pieces} against {cuts}", other, y)
-        same(f"S, {pieces} against {cuts}", moved.S, state.S)
-        same(f"conv, {pieces} against {cuts}", moved.conv, state.conv)
+    for chunks in ([T], [1] * T):
+        other, state_after = run(chunks)
+        same(f"output, {chunks} against {cuts}", other, y)
+        same(f"S, {chunks} against {cuts}", state_after.S, state.S)
+        same(f"conv, {chunks} against {cuts}", state_after.conv, state.conv)
 
 
 def test_one_thread_and_all(all_threads):
     "Enough heads and tokens for threads to meet, should they share anything."
-    rng, threads, runs = np.random.default_rng(3), numba.get_num_threads(), []
+    rng, runs = np.random.default_rng(3), []
     q, k, v = rng.standard_normal((3, 64, 16, 64)).astype(np.float32)
     alpha, beta = rng.uniform(.5, 1, (64, 16, 64)).astype(np.float32), rng.uniform(0, 1, (64, 16)).astype(np.float32)
-    for n in (1, threads, threads):
-        numba.set_num_threads(n)
+    for threads in (1, CORES, CORES):
         S = np.zeros((16, 64, 64), np.float32)
-        runs.append((kda_recurrent(l2norm(q), l2norm(k), v, alpha, beta, S), S))
+        runs.append((kda_recurrent(l2norm(q), l2norm(k), v, alpha, beta, S, threads=threads), S))
     for out, S in runs[1:]:
         same("out", out, runs[0][0])
         same("S", S, runs[0][1])
@@ -330,36 +349,35 @@ def test_weights_are_taken_once_in_order():
             taken.append(name)
             return W[name]
 
-    kda_layer(OnceOnly(), some_input(2, 20), kda_state(2, 6, 4), EPS, LOW)
-    assert taken == list(KDA_ORDER)
+    shape = shape_of(2, 6)
+    kda_layer(OnceOnly(), some_input(2, 20), kda_state(shape), shape, CORES)
+    assert taken == [row.short for row in TABLE["kda"]]
 
 
 def test_a_matrix_is_used_up_before_the_next_is_taken():
     "A streamed matrix is only valid until the next one is asked for."
     W, now = some_layer(20, 2, 6), [None]
 
-    class Passing:
+    class Streamed:
         def __init__(self, name):
             self.name, self.shape = name, W[name].shape
 
-        def blocks(self, multiple=1):
+        def multiply(self, x, out, threads):
             assert now[0] == self.name, f"{self.name} is read after {now[0]} was taken"
-            rows = W[self.name].array
-            for first in range(0, len(rows), 3):
-                yield first, rows[first:first + 3]
+            W[self.name].multiply(x, out, threads)
 
     class Stream:
         def __getitem__(self, name):
             now[0] = name
-            return Passing(name) if name.endswith("_proj") else W[name]
+            return Streamed(name) if name.endswith("_proj") else W[name]
 
-    x = some_input(3, 20)
-    y = kda_layer(Stream(), x, kda_state(2, 6, 4), EPS, LOW)
-    same("in blocks of three rows", y, kda_layer(W, x, kda_state(2, 6, 4), EPS, LOW))
+    x, shape = some_input(3, 20), shape_of(2, 6)
+    y = kda_layer(Stream(), x, kda_state(shape), shape, CORES)
+    same("streamed", y, kda_layer(W, x, kda_state(shape), shape, CORES))
 
 
 def test_the_state_is_what_the_memory_plan_counts():
-    state = kda_state(96, 128, 4)
+    state = kda_state(shape_of(96, 128))
     assert state.S.shape == (96, 128, 128) and state.conv.shape == (3, 96 * 128, 3)
     assert state.S.dtype == state.conv.dtype == np.float32 and not state.S.any() and not state.conv.any()
     assert (69 * state.S.nbytes, 69 * state.conv.nbytes) == (434_110_464, 30_523_392)
@@ -367,24 +385,28 @@ def test_the_state_is_what_the_memory_plan_counts():
 
 # A model that ran elsewhere: hidden state after layer 0 of fixtures/oracle13, computed by mlx-lm
 
-LAYER = "language_model.model.layers.0."
-
-
 @pytest.fixture(scope="module")
 def oracle():
     model = Checkpoint(FIXTURES / "oracle13/model")
     expected = load_file(FIXTURES / "oracle13/expected.safetensors")
-    names = {n: LAYER + "self_attn." + n + ("" if n in ("A_log", "dt_bias") else ".weight") for n in KDA_ORDER}
-    W = {n: ResidentMatrix(model.tensor(name)) if n.endswith("_proj") else model.tensor(name) for n, name in names.items()}
-    embedding = model.tensor("language_model.model.embed_tokens.weight")[expected["prompt_ids"]]
-    x = rms_norm(embedding, model.tensor(LAYER + "input_layernorm.weight"), EPS)
+    names = {row.short: tensor_name(0, "kda", row.short) for row in TABLE["kda"]}
+
+    def tensor(short, part="norms"):
+        return model.tensor(tensor_name(0, part, short))
+
+    W = {n: ResidentMatrix(model.tensor(name)) if n.endswith("_proj") else model.tensor(name)
+         for n, name in names.items()}
+    embedding = model.tensor(EMBED)[expected["prompt_ids"]]
+    x = rms_norm(embedding, tensor("input_layernorm"), EPS)
 
     def after_layer0(y):
-        "The hidden state layer 0 hands on if its attention said y: mix, then the MLP on top of y."
+        "The hidden state after layer 0 if its attention gave y: the mix, then y plus the MLP's output."
         y, h = y.astype(np.float32), np.empty_like(embedding)
-        mix(np.stack([embedding, y]), 2, model.tensor(LAYER + "mlp_res_norm.weight"), model.tensor(LAYER + "mlp_res_proj.weight")[0], EPS, h)
-        mlp = {n: ResidentMatrix(model.tensor(f"{LAYER}mlp.{n}.weight")) for n in ("gate_proj", "up_proj", "down_proj")}
-        return y + dense_mlp(mlp, rms_norm(h, model.tensor(LAYER + "post_attention_layernorm.weight"), EPS), 4.0, 25.0)
+        norm, proj = tensor("mlp_res_norm"), tensor("mlp_res_proj")[0]
+        mix(np.stack([embedding, y]), 2, norm, proj, EPS, h)
+        mlp = {n: ResidentMatrix(tensor(n, "dense")) for n in ("gate_proj", "up_proj", "down_proj")}
+        h = rms_norm(h, tensor("post_attention_layernorm"), EPS)
+        return y + dense_mlp(mlp, h, Situ(4.0, 25.0), CORES)
 
     return W, x, after_layer0, expected["hidden_after_layer"][0]
 
@@ -394,7 +416,7 @@ def test_layer_0_of_the_oracle(oracle, padding):
     W, x, after_layer0, expected = oracle
     A_log = W["A_log"].copy()
     A_log[4:] = padding
-    y = kda_layer(W | {"A_log": A_log}, x, kda_state(4, 32, 4), EPS, LOW)
+    y = kda_layer(W | {"A_log": A_log}, x, kda_state(shape_of(4, 32)), shape_of(4, 32), CORES)
     close("attention", y, layer64(W, x, 4))
     close("hidden_after_layer[0]", after_layer0(y), expected)
 
@@ -413,15 +435,22 @@ def zeros(*shape):
 
 
 @pytest.mark.parametrize("call, message", [
-    (lambda: short_conv(zeros(2, 5), zeros(4, 1, 4), zeros(4, 3)), r"short_conv: x has shape \(2, 5\), expected \(2, 4\)"),
-    (lambda: short_conv(zeros(2, 4), zeros(4, 1, 4), zeros(3, 4)), r"short_conv: state has shape \(3, 4\), expected \(4, 3\)"),
-    (lambda: kda_decay(zeros(1, 3, 4), zeros(2), zeros(12), LOW), "A_log has 2 entries, expected one for each of 3 heads"),
+    (lambda: short_conv(zeros(2, 5), zeros(4, 1, 4), zeros(4, 3)),
+     r"short_conv: x has shape \(2, 5\), expected \(2, 4\)"),
+    (lambda: short_conv(zeros(2, 4), zeros(4, 1, 4), zeros(3, 4)),
+     r"short_conv: state has shape \(3, 4\), expected \(4, 3\)"),
+    (lambda: kda_decay(zeros(1, 3, 4), zeros(2), zeros(12), LOW),
+     "A_log has 2 entries, expected one for each of 3 heads"),
     (lambda: kda_decay(zeros(1, 3, 4), zeros(3), zeros(4), LOW), r"dt_bias has shape \(4,\), expected \(12,\)"),
-    (lambda: kda_recurrent(zeros(2, 3, 4), zeros(2, 3, 5), zeros(2, 3, 4), zeros(2, 3, 4), zeros(2, 3), zeros(3, 4, 4)), r"k has shape \(2, 3, 5\)"),
-    (lambda: kda_recurrent(*[zeros(2, 3, 4)] * 4, zeros(3, 2), zeros(3, 4, 4)), r"beta has shape \(3, 2\), expected \(2, 3\)"),
-    (lambda: kda_recurrent(*[zeros(2, 3, 4)] * 4, zeros(2, 3), zeros(3, 5, 4)), r"S has shape \(3, 5, 4\), expected \(3, 4, 4\)"),
-    (lambda: kda_layer(some_layer(8, 2, 4), zeros(1, 9), kda_state(2, 4, 4), EPS, LOW), "linear"),
-    (lambda: kda_layer(some_layer(8, 2, 4), zeros(1, 8), kda_state(3, 4, 4), EPS, LOW), r"short_conv: state has shape \(12, 3\), expected \(8, 3\)"),
+    (lambda: kda_recurrent(zeros(2, 3, 4), zeros(2, 3, 5), *[zeros(2, 3, 4)] * 2, zeros(2, 3), zeros(3, 4, 4)),
+     r"k has shape \(2, 3, 5\)"),
+    (lambda: kda_recurrent(*[zeros(2, 3, 4)] * 4, zeros(3, 2), zeros(3, 4, 4)),
+     r"beta has shape \(3, 2\), expected \(2, 3\)"),
+    (lambda: kda_recurrent(*[zeros(2, 3, 4)] * 4, zeros(2, 3), zeros(3, 5, 4)),
+     r"S has shape \(3, 5, 4\), expected \(3, 4, 4\)"),
+    (lambda: kda_layer(some_layer(8, 2, 4), zeros(1, 9), kda_state(shape_of(2, 4)), shape_of(2, 4), CORES), "linear"),
+    (lambda: kda_layer(some_layer(8, 2, 4), zeros(1, 8), kda_state(shape_of(3, 4)), shape_of(3, 4), CORES),
+     r"short_conv: state has shape \(12, 3\), expected \(8, 3\)"),
 ])
 def test_shapes_that_do_not_fit(call, message):
     with pytest.raises(ValueError, match=message):

@@ -1,29 +1,35 @@
-"k3lib.moe: SiTU, one expert, the layer against its fixture, the same bytes in any order and any cut, and which mistakes the fixture rejects."
-import numba
+"k3lib.moe: SiTU, one expert, the layer by fixture, the same bytes in any order and cut, which mistakes fail."
 import numpy as np
 import pytest
 from common import FIXTURES, TOLERANCE, close
 from safetensors.numpy import load_file
 
-from k3lib import router
-from k3lib.matmul import NotFinite, ResidentMatrix
-from k3lib.moe import DENSE_ORDER, MOE_ORDER, Expert, dense_mlp, expert_mlp, moe_layer, routed_sum, situ_glu
+from k3lib import moe
+from k3lib.matmul import NotFinite, PackedMatrix, ResidentMatrix
+from k3lib.moe import Expert, MoEShape, Situ, dense_mlp, expert_mlp, moe_layer, routed_sum, situ_glu
 from k3lib.mxfp4 import decode
+from k3lib.parallel import CORES
 from k3lib.router import route
+from k3lib.tensors import TABLE
 
-SITU, LAYER = load_file(FIXTURES / "ops" / "situ_glu.safetensors"), load_file(FIXTURES / "ops" / "latent_moe.safetensors")
+SITU, LAYER = (load_file(FIXTURES / "ops" / f"{name}.safetensors") for name in ("situ_glu", "latent_moe"))
+CEILINGS = Situ(4.0, 25.0)
+DENSE_NAMES, MOE_NAMES = ([row.short for row in TABLE[part]] for part in ("dense", "moe"))
 CASES = {"plain": ("", 1.0), "quiet": ("_quiet", 2.5)}
 
 
-class Cut:
-    "A matrix that comes in pieces of `size` rows."
+class Streamed:
+    "A matrix that is multiplied in blocks of `size` rows."
 
     def __init__(self, array, size):
         self.array, self.shape, self.size = array, array.shape, size
 
-    def blocks(self, multiple=1):
+    def multiply(self, x, out, threads):
         for first in range(0, len(self.array), self.size):
-            yield first, self.array[first:first + self.size]
+            rows = ResidentMatrix(self.array[first:first + self.size])
+            product = np.empty((len(x), rows.shape[0]), np.float32)
+            rows.multiply(x, product, threads)
+            out[:, first:first + self.size] = product
 
 
 class Once(dict):
@@ -39,7 +45,7 @@ class Once(dict):
 
 
 class Source:
-    "Experts that arrive as `arrange` puts the requested ids."
+    "Experts that arrive in the order that arrange(requested ids) says."
 
     def __init__(self, experts, arrange=lambda ids: ids, events=None):
         self.experts, self.arrange, self.events, self.sent = experts, arrange, [] if events is None else events, []
@@ -48,27 +54,28 @@ class Source:
         self.events.append("request")
         self.ids = ids
 
-    def each(self, work, threads):
+    def map(self, work, threads):
         for e in self.arrange(self.ids):
             self.sent.append(int(e))
             work(int(e), self.experts[int(e)])
 
 
 def fixture_weights(matrix=ResidentMatrix):
-    W = {n: LAYER[n] for n in MOE_ORDER[:3] + MOE_ORDER[6:]}
-    W |= {f"shared_experts.{n}": LAYER[f"shared_{n}"] for n in DENSE_ORDER}
+    W = {n: LAYER[n] for n in MOE_NAMES[:3] + MOE_NAMES[6:]}
+    W |= {f"shared_experts.{n}": LAYER[f"shared_{n}"] for n in DENSE_NAMES}
     return {n: matrix(a) if a.ndim == 2 else a for n, a in W.items()}
 
 
 def fixture_experts(suffix=""):
     names = ("w1_packed", "w1_scale", "w2_packed", "w2_scale" + suffix, "w3_packed", "w3_scale")
-    return [Expert(*(np.ascontiguousarray(LAYER[n][e]) for n in names)) for e in range(8)]
+    return [Expert.packed([np.ascontiguousarray(LAYER[n][e]) for n in names]) for e in range(8)]
 
 
-def fixture_layer(case, experts=None, scale=None, W=None, eps=1e-5, betas=(4.0, 25.0), **more):
-    suffix, right = CASES[case]
+def fixture_layer(case, experts=None, W=None, on_route=None, **changes):
+    suffix, scale = CASES[case]
     experts = experts if experts is not None else Source(fixture_experts(suffix))
-    return moe_layer(W or fixture_weights(), experts, LAYER["x"], 3, right if scale is None else scale, *betas, eps, **more)[0]
+    shape = MoEShape(3, scale, CEILINGS, 1e-5)._replace(**changes)
+    return moe_layer(W or fixture_weights(), experts, LAYER["x"], shape, CORES, on_route)[0]
 
 
 def situ64(gate, up):
@@ -78,7 +85,12 @@ def situ64(gate, up):
 def random_expert(rng, L, I):
     def matrix(n, k):
         return rng.integers(0, 256, (n, k // 2), np.uint8), rng.integers(118, 125, (n, k // 32), np.uint8)
-    return Expert(*matrix(I, L), *matrix(L, I), *matrix(I, L))
+    return Expert.packed([*matrix(I, L), *matrix(L, I), *matrix(I, L)])
+
+
+def decoded(expert):
+    "w1, w2, w3 in float64."
+    return [decode(*matrix).astype(np.float64) for matrix in expert]
 
 
 def random_layer(H=40, L=64, I=96, E=12, shared=50, T=11):
@@ -87,26 +99,29 @@ def random_layer(H=40, L=64, I=96, E=12, shared=50, T=11):
 
     def matrix(n, k):
         return (rng.normal(size=(n, k)) / np.sqrt(k)).astype(np.float32)
-    arrays = dict(zip(MOE_ORDER, (
-        matrix(E, H), rng.normal(size=E).astype(np.float32) / np.float32(4), matrix(L, H), matrix(shared, H), matrix(shared, H),
-        matrix(H, shared), rng.normal(size=L).astype(np.float32), matrix(H, L))))
+    arrays = dict(zip(MOE_NAMES, (
+        matrix(E, H), rng.normal(size=E).astype(np.float32) / np.float32(4), matrix(L, H), matrix(shared, H),
+        matrix(shared, H), matrix(H, shared), rng.normal(size=L).astype(np.float32), matrix(H, L))))
     return arrays, [random_expert(rng, L, I) for _ in range(E)], rng.normal(size=(T, H)).astype(np.float32)
 
 
-def run(arrays, source, x, matrix=ResidentMatrix, **more):
+RANDOM_SHAPE = MoEShape(4, 1.5, CEILINGS, 1e-5)
+
+
+def run(arrays, source, x, matrix=ResidentMatrix, threads=CORES):
     W = {n: matrix(a) if a.ndim == 2 else a for n, a in arrays.items()}
-    return moe_layer(W, source, x, 4, 1.5, 4.0, 25.0, 1e-5, **more)
+    return moe_layer(W, source, x, RANDOM_SHAPE, threads)
 
 
 def test_situ_by_hand():
     "tanh(artanh ½) twice: 4·½ · sigmoid(2 ln 3) · 25·½ = 2 · 0.9 · 12.5."
-    y = situ_glu(np.float32([2 * np.log(3), 0, 7]), np.float32([25 * np.arctanh(.5), 9, 0]), 4, 25)
+    y = situ_glu(np.float32([2 * np.log(3), 0, 7]), np.float32([25 * np.arctanh(.5), 9, 0]), CEILINGS)
     close("situ", y, [22.5, 0, 0], 1e-6)
     assert y.dtype == np.float32
 
 
 def test_situ_fixture():
-    y = situ_glu(SITU["gate"], SITU["up"], 4.0, 25.0)
+    y = situ_glu(SITU["gate"], SITU["up"], CEILINGS)
     allowed = 1e-5 * np.abs(SITU["y"]) + 1e-12
     worst = (np.abs(y - SITU["y"]) - allowed).argmax()
     assert (np.abs(y - SITU["y"]) <= allowed).all(), f"pair {worst}: {y[worst]} for {SITU['y'][worst]}"
@@ -115,40 +130,40 @@ def test_situ_fixture():
 def test_situ_is_bounded():
     x = np.float32([3e38, -3e38, 1e4, -1e4, 0])
     gate, up = (a.ravel().copy() for a in np.meshgrid(x, x))
-    y = situ_glu(gate, up, 4.0, 25.0)
+    y = situ_glu(gate, up, CEILINGS)
     assert np.isfinite(y).all() and np.abs(y).max() == 100
 
 
 def test_situ_any_shape_and_over_its_input():
     rng = np.random.default_rng(1)
     gate, up = rng.normal(size=(2, 3, 5, 37)).astype(np.float32) * np.float32(5)
-    y = situ_glu(gate, up, 3.0, 11.0)
+    y = situ_glu(gate, up, Situ(3.0, 11.0))
     close("situ", y, 3 * np.tanh(gate / 3.) / (1 + np.exp(-gate.astype(np.float64))) * 11 * np.tanh(up / 11.))
-    assert situ_glu(gate, up, 3.0, 11.0, out=gate) is gate and gate.tobytes() == y.tobytes()
+    assert situ_glu(gate, up, Situ(3.0, 11.0), out=gate) is gate and gate.tobytes() == y.tobytes()
 
 
 def test_situ_refuses_what_does_not_fit():
     a = np.zeros((2, 6), np.float32)
-    for gate, up, out in ((a, a[:1], None), (a, a, np.zeros((2, 5), np.float32)), (a, a, np.zeros((6, 2), np.float32).T)):
+    for up, out in ((a[:1], None), (a, np.zeros((2, 5), np.float32)), (a, np.zeros((6, 2), np.float32).T)):
         with pytest.raises(ValueError, match="situ_glu.*do not fit"):
-            situ_glu(gate, up, 4, 25, out)
+            situ_glu(a, up, CEILINGS, out)
 
 
 def test_dense_mlp():
     events = []
-    W = Once({n: ResidentMatrix(LAYER[f"shared_{n}"]) for n in DENSE_ORDER}, events)
-    gate, up, down = (LAYER[f"shared_{n}"].astype(np.float64) for n in DENSE_ORDER)
+    W = Once({n: ResidentMatrix(LAYER[f"shared_{n}"]) for n in DENSE_NAMES}, events)
+    gate, up, down = (LAYER[f"shared_{n}"].astype(np.float64) for n in DENSE_NAMES)
     x = np.random.default_rng(2).normal(size=(6, 48)).astype(np.float32)
-    close("dense", dense_mlp(W, x, 4.0, 25.0), situ64(x @ gate.T, x @ up.T) @ down.T)
-    assert tuple(events) == DENSE_ORDER
+    close("dense", dense_mlp(W, x, CEILINGS, CORES), situ64(x @ gate.T, x @ up.T) @ down.T)
+    assert events == DENSE_NAMES
 
 
 @pytest.mark.parametrize("L, I, m", [(64, 32, 1), (32, 96, 5), (160, 64, 4)])
 def test_expert_mlp(L, I, m):
     rng = np.random.default_rng(3)
     expert, z = random_expert(rng, L, I), rng.normal(size=(m, L)).astype(np.float32)
-    w1, w2, w3 = (decode(*pair).astype(np.float64) for pair in (expert[0:2], expert[2:4], expert[4:6]))
-    close("expert", expert_mlp(expert, z, 4.0, 25.0, np.empty_like(z)), situ64(z @ w1.T, z @ w3.T) @ w2.T)
+    w1, w2, w3 = decoded(expert)
+    close("expert", expert_mlp(expert, z, CEILINGS, np.empty_like(z)), situ64(z @ w1.T, z @ w3.T) @ w2.T)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -157,7 +172,7 @@ def test_routed_sum_is_the_fixtures_aggregate(case):
     source = Source(fixture_experts(suffix))
     source.request(LAYER["ids" + suffix].tolist())
     z = (LAYER["routed_expert_down_proj"].astype(np.float64) @ LAYER["x"][0]).astype(np.float32)[None]
-    u = routed_sum(source, z, LAYER["ids" + suffix][None], LAYER["weights" + suffix][None], 4.0, 25.0)
+    u = routed_sum(source, z, LAYER["ids" + suffix][None], LAYER["weights" + suffix][None], CEILINGS, CORES)
     close("aggregate", u[0], LAYER["aggregate" + suffix])
 
 
@@ -178,11 +193,10 @@ def test_layer_of_odd_widths_against_float64():
     ids, weights = route((x @ a["gate"].T).astype(np.float32), arrays["e_score_correction_bias"], 4, 1.5)
     z, u = x @ a["routed_expert_down_proj"].T, np.zeros((len(x), 64))
     for t, r in np.ndindex(ids.shape):
-        e = experts[ids[t, r]]
-        w1, w2, w3 = (decode(*pair).astype(np.float64) for pair in (e[0:2], e[2:4], e[4:6]))
+        w1, w2, w3 = decoded(experts[ids[t, r]])
         u[t] += weights[t, r] * (w2 @ situ64(w1 @ z[t], w3 @ z[t]))
     normed = u / np.sqrt((u * u).mean(1, keepdims=True) + 1e-5) * a["routed_expert_norm"]
-    gate, up, down = (a[f"shared_experts.{n}"] for n in DENSE_ORDER)
+    gate, up, down = (a[f"shared_experts.{n}"] for n in DENSE_NAMES)
     shared = situ64(x @ gate.T, x @ up.T) @ down.T
     close("y", run(arrays, Source(experts), x), normed @ a["routed_expert_up_proj"].T + shared)
 
@@ -207,13 +221,8 @@ def test_cut_of_the_rows_and_threads_change_no_byte(all_threads):
     arrays, experts, x = random_layer()
     whole = run(arrays, Source(experts), x).tobytes()
     for size in (1, 7, 16):
-        assert run(arrays, Source(experts), x, lambda a: Cut(a, size)).tobytes() == whole, f"rows cut into {size}"
-    threads = numba.get_num_threads()
-    numba.set_num_threads(1)
-    try:
-        assert run(arrays, Source(experts), x).tobytes() == whole, "one thread"
-    finally:
-        numba.set_num_threads(threads)
+        assert run(arrays, Source(experts), x, lambda a: Streamed(a, size)).tobytes() == whole, f"rows cut into {size}"
+    assert run(arrays, Source(experts), x, threads=1).tobytes() == whole, "one thread"
 
 
 def test_everything_is_taken_once_and_experts_are_asked_for_early():
@@ -221,8 +230,8 @@ def test_everything_is_taken_once_and_experts_are_asked_for_early():
     events, routed = [], []
     source = Source(experts, events=events)
     W = Once({n: ResidentMatrix(a) if a.ndim == 2 else a for n, a in arrays.items()}, events)
-    moe_layer(W, source, x, 4, 1.5, 4.0, 25.0, 1e-5, on_route=lambda ids, weights: routed.append(ids))
-    assert events == [*MOE_ORDER[:2], "request", *MOE_ORDER[2:]]
+    moe_layer(W, source, x, RANDOM_SHAPE, CORES, on_route=lambda ids, weights: routed.append(ids))
+    assert events == [*MOE_NAMES[:2], "request", *MOE_NAMES[2:]]
     assert source.ids == sorted(set(routed[0].ravel().tolist())) and all(type(e) is int for e in source.ids)
     assert sorted(source.sent) == source.ids and len(source.sent) < routed[0].size
 
@@ -272,13 +281,14 @@ def with_weights(change):
     return wrong
 
 
-def normed_expert(expert, z, beta, linear_beta, out):
-    expert_mlp(expert, z, beta, linear_beta, out)
+def normed_expert(expert, z, situ, out):
+    expert_mlp(expert, z, situ, out)
     out /= np.sqrt((out * out).mean(1, keepdims=True) + np.float32(1e-5))
     return out
 
 
-def capped(gate, up, beta, linear_beta, out=None):
+def capped(gate, up, situ, out=None):
+    beta, linear_beta = situ
     cap = beta * np.tanh(gate / beta)
     y = (cap / (1 + np.exp(-cap)) * linear_beta * np.tanh(up / linear_beta)).astype(np.float32)
     if out is not None:
@@ -286,16 +296,19 @@ def capped(gate, up, beta, linear_beta, out=None):
     return y
 
 
-def swapped(nibbles):
-    return nibbles << 4 | nibbles >> 4
+def swapped(matrix):
+    "The packed matrix with the two nibbles of each byte swapped."
+    return PackedMatrix(matrix.packed << 4 | matrix.packed >> 4, matrix.scale)
 
 
 REPLACED = {
-    "bias left in the weights": ("plain", dict(route=with_weights(lambda s, b, scale: (s + b) / (s + b).sum(1, keepdims=True) * scale))),
+    "bias left in the weights": (
+        "plain", dict(route=with_weights(lambda s, b, scale: (s + b) / (s + b).sum(1, keepdims=True) * scale))),
     "not renormalised": ("quiet", dict(route=with_weights(lambda s, b, scale: s * scale))),
     "norm per expert": ("plain", dict(expert_mlp=normed_expert, rms_norm=lambda x, weight, eps: x * weight)),
     "no norm": ("plain", dict(rms_norm=lambda x, weight, eps: x)),
-    "norm weight left out": ("plain", dict(rms_norm=lambda x, weight, eps: x / np.sqrt((x * x).mean() + np.float32(eps)))),
+    "norm weight left out": (
+        "plain", dict(rms_norm=lambda x, weight, eps: x / np.sqrt((x * x).mean() + np.float32(eps)))),
     "sigmoid of the capped gate": ("plain", dict(situ_glu=capped)),
     "shared experts dropped": ("plain", dict(dense_mlp=lambda W, x, *rest: np.zeros_like(x))),
     "shared experts scaled too": ("quiet", dict(dense_mlp=lambda *a: np.float32(2.5) * dense_mlp(*a))),
@@ -320,10 +333,10 @@ def changed(case, expert=lambda e: e, bias=1):
 GIVEN = {
     "scaling factor dropped": dict(case="quiet", scale=1.0),
     "norm with eps 1e-6": dict(case="quiet", eps=1e-6),
-    "betas swapped": dict(case="plain", betas=(25.0, 4.0)),
+    "betas swapped": dict(case="plain", situ=Situ(25.0, 4.0)),
     "bias ignored": changed("plain", bias=0),
-    "w1 and w3 swapped": changed("plain", lambda e: Expert(*e[4:6], *e[2:4], *e[0:2])),
-    "nibbles swapped": changed("plain", lambda e: e._replace(w1=swapped(e.w1), w2=swapped(e.w2), w3=swapped(e.w3))),
+    "w1 and w3 swapped": changed("plain", lambda e: Expert(e.w3, e.w2, e.w1)),
+    "nibbles swapped": changed("plain", lambda e: Expert(*map(swapped, e))),
 }
 
 
@@ -336,5 +349,5 @@ def test_the_fixture_rejects_a_wrong_input(name):
 
 def test_only_the_quiet_case_sees_a_common_factor(monkeypatch):
     "The norm on the aggregate cancels it, up to eps: the plain case passes what the quiet one rejects."
-    monkeypatch.setattr(router, "route", with_weights(lambda s, b, scale: s))
+    monkeypatch.setattr(moe, "route", with_weights(lambda s, b, scale: s))
     close("y", fixture_layer("plain"), LAYER["y"])

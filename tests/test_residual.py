@@ -1,4 +1,4 @@
-"k3lib.residual: the mix by hand, by fixture and by what it must not depend on; the walk of blocks against float64 and another engine."
+"k3lib.residual: the mix by hand, by fixture, by what it must not depend on; blocks against float64 and another engine."
 import numpy as np
 import pytest
 from common import FIXTURES, TOLERANCE, close, digest, distance, same
@@ -104,8 +104,9 @@ def mix64(sources, norm=NORM, proj=PROJ, scores=None, values=lambda b: b, weigh=
 
 
 WRONG = {
-    "values normed": dict(values=rms64), "raw scores": dict(scores=lambda b: b * NORM), "no norm weight": dict(scores=rms64),
-    "eps 1e-6": dict(scores=lambda b: rms64(b, 1e-6) * NORM), "mean": dict(weigh=lambda s: np.full(s.shape, 1 / len(s))),
+    "values normed": dict(values=rms64), "raw scores": dict(scores=lambda b: b * NORM),
+    "no norm weight": dict(scores=rms64), "eps 1e-6": dict(scores=lambda b: rms64(b, 1e-6) * NORM),
+    "mean": dict(weigh=lambda s: np.full(s.shape, 1 / len(s))),
     "sum": dict(weigh=np.ones_like), "no maximum": dict(weigh=careless)}
 
 
@@ -147,14 +148,16 @@ def test_tokens_do_not_see_each_other():
 @pytest.mark.parametrize("width", [1, 15, 16, 50, 200])
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_any_cut_of_any_width(width, size):
-    sources, norm, proj = (np.random.default_rng(width).normal(size=shape).astype(np.float32) for shape in ((5, 11, width), width, width))
+    sources, norm, proj = (np.random.default_rng(width).normal(size=shape).astype(np.float32)
+                           for shape in ((5, 11, width), width, width))
     parts = [mixed(np.ascontiguousarray(sources[:, t:t + size]), 5, norm, proj) for t in range(0, 11, size)]
     same(f"chunks of {size}", np.concatenate(parts), mixed(sources, 5, norm, proj))
 
 
 def contract(threads):
     "Digests that are the same on every CPU (test_contract.py): a mix of seven sources."
-    sources, norm, proj = (np.random.default_rng(3).normal(size=shape).astype(np.float32) for shape in ((7, 3, 100), 100, 100))
+    sources, norm, proj = (np.random.default_rng(3).normal(size=shape).astype(np.float32)
+                           for shape in ((7, 3, 100), 100, 100))
     return {"mix, 7 sources": digest(mixed(sources, 7, norm, proj))}
 
 
@@ -182,7 +185,8 @@ def test_a_nan_is_not_swallowed():
 
 # Bad input
 
-@pytest.mark.parametrize("out", [SOURCES[8], SOURCES[0], SOURCES.reshape(-1)[7:7 + 320].reshape(5, 64)], ids=["last", "first", "askew"])
+@pytest.mark.parametrize("out", [SOURCES[8], SOURCES[0], SOURCES.reshape(-1)[7:7 + 320].reshape(5, 64)],
+                         ids=["last", "first", "askew"])
 def test_out_may_not_be_a_source(out):
     before = SOURCES.copy()
     with pytest.raises(ValueError, match="out shares memory with sources"):
@@ -190,21 +194,25 @@ def test_out_may_not_be_a_source(out):
     same("sources", SOURCES, before)
 
 
-@pytest.mark.parametrize("n, norm, proj, out", [(0, 64, 64, (5, 64)), (-1, 64, 64, (5, 64)), (10, 64, 64, (5, 64)), (9, 63, 64, (5, 64)), (9, 64, 1, (5, 64)), (9, 64, 64, (1, 64))])
+@pytest.mark.parametrize("n, norm, proj, out", [
+    (0, 64, 64, (5, 64)), (-1, 64, 64, (5, 64)), (10, 64, 64, (5, 64)), (9, 63, 64, (5, 64)), (9, 64, 1, (5, 64)),
+    (9, 64, 64, (1, 64))])
 def test_shapes_that_do_not_fit_are_refused(n, norm, proj, out):
     with pytest.raises(ValueError, match="mix: "):
         mix(SOURCES, n, np.ones(norm, np.float32), np.ones(proj, np.float32), EPS, np.empty(out, np.float32))
 
 
-# The walk
+# The forward pass
 
 def test_the_final_mix_of_another_engine():
     "Five block sums and the running sum of oracle13, as mlx-lm left them."
     oracle, checkpoint = load_file(FIXTURES / "oracle13/expected.safetensors"), Checkpoint(FIXTURES / "oracle13/model")
-    norm, proj = (checkpoint.tensor(f"language_model.model.output_attn_res_{name}.weight").reshape(-1) for name in ("norm", "proj"))
+    norm, proj = (checkpoint.tensor(f"language_model.model.output_attn_res_{name}.weight").reshape(-1)
+                  for name in ("norm", "proj"))
     sources = np.concatenate([oracle["residual_blocks"], oracle["hidden_after_layer"][12:]])
     close("hidden_output_mix", mixed(sources, 6, norm, proj), oracle["hidden_output_mix"])
-    assert distance(oracle["hidden_after_layer"][12], oracle["hidden_output_mix"]) > .1, "a walk without the final mix would pass"
+    far = distance(oracle["hidden_after_layer"][12], oracle["hidden_output_mix"])
+    assert far > .1, "a forward pass without the final mix would pass"
 
 
 RNG = np.random.default_rng(7)
@@ -218,7 +226,7 @@ def part(h, A):
     return 2 * np.tanh(rms64(np.asarray(h, np.float64)) @ A)
 
 
-def walk64(clear=True, late=False, last=True, spoil=False):
+def forward64(clear=True, late=False, last=True, spoil=False):
     "A toy of eight layers in blocks of three, straight from the model's description."
     blocks, p = [], EMBEDDING.astype(np.float64)
     for L, (A, B) in enumerate(PARTS):
@@ -242,7 +250,7 @@ def walk64(clear=True, late=False, last=True, spoil=False):
     return mix64(sources, *MIXES[-1]) if last else p
 
 
-def walk32():
+def forward32():
     "The same with one array of sources, float32, and the exported mix."
     sources, h, n = np.full((5, *EMBEDDING.shape), np.nan, np.float32), np.empty_like(EMBEDDING), 0
     sources[0] = EMBEDDING
@@ -254,11 +262,11 @@ def walk32():
     return mix(sources, n + 1, *MIXES[-1], EPS, h)
 
 
-def test_the_walk_on_the_exported_mix():
-    close("final mix", walk32(), walk64())
+def test_the_forward_pass_on_the_exported_mix():
+    close("final mix", forward32(), forward64())
 
 
 @pytest.mark.parametrize("wrong", [dict(clear=False), dict(late=True), dict(last=False), dict(spoil=True)], ids=str)
-def test_wrong_walks_are_outside_the_gate(wrong):
-    "Not restarted, put away late, no final mix, final mix over its own running sum."
-    assert distance(walk64(**wrong), walk64()) > 1000 * TOLERANCE
+def test_wrong_forward_passes_are_outside_the_gate(wrong):
+    "Sum not restarted, block finished late, no final mix, final mix over its own running sum."
+    assert distance(forward64(**wrong), forward64()) > 1000 * TOLERANCE

@@ -1,4 +1,4 @@
-"k3lib.router: the choice, the weights, ties, independence of the cut, what is refused, and which wrong routers the fixture rejects."
+"k3lib.router: the choice, the weights, ties, independence of the cut, what is refused, which wrong routers fail."
 import numpy as np
 import pytest
 from common import FIXTURES, TOLERANCE, close

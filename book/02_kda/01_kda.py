@@ -1,9 +1,10 @@
 # %% [markdown]
 # # 2.1 Kimi Delta Attention: a memory that never grows
 #
-# In 69 of K3's 93 layers attention keeps no list of the past. Each head holds one 128 × 128 matrix, lets every key channel fade at its own
-# speed, and corrects what it holds instead of adding to it. At the end you can run such a layer token by token or in chunks with the same
-# bits, break it in fourteen ways that still look like attention, and say what its memory costs: 434 MB + 31 MB, at any length.
+# In 69 of K3's 93 layers attention keeps no list of the past. Each head holds one 128 × 128 matrix, lets every key
+# channel fade at its own speed, and corrects what it holds instead of adding to it. At the end you can run such a layer
+# token by token or in chunks with the same bits, break it in fourteen ways that still look like attention, and say what
+# its memory costs: 434 MB + 31 MB, at any length.
 #
 # [1.5 Exponential, tanh, sigmoid and RMSNorm with the same bits everywhere](../01_mxfp4/05_functions.ipynb) · [contents](../README.md) · [3.1 Gated MLA: attention that caches 576 numbers](../03_mla/01_mla.ipynb)
 #
@@ -18,10 +19,10 @@
 # | `A_log`, `dt_bias` | steepness a head, offset a channel of the decay | 128 (first 96 count), 12288 | same |
 # | | `gate_lower_bound` of the config | −5 | `lower_bound` |
 #
-# Source of the equations: the published modelling code and the Kimi Linear report; the fixtures were computed by others (`fixtures/README.md`).
+# Source of the equations: the published modelling code and the Kimi Linear report; the fixtures were computed by others
+# (`fixtures/README.md`).
 
 # %%
-from numba import njit
 import time
 from pathlib import Path
 
@@ -29,28 +30,28 @@ import matplotlib.pyplot as plt
 from safetensors.numpy import load_file
 
 from k3lib.checkpoint import Checkpoint
-from k3lib.linear import ResidentMatrix
+from k3lib.matmul import ResidentMatrix
+from k3lib.parallel import CORES
+from k3lib.tensors import EMBED, TABLE, tensor_name
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 plt.style.use(ROOT / "book" / "k3.mplstyle")
 
 # %% tags=["export"]
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
+
 import numpy as np
-from k3lib.kernel_cache import inner, kernel
-from k3lib.simd import fma
-from k3lib.parallel import CORES, chunk_done, next_chunk, parallel_for, threads_for
-from k3lib.matmul import NotFinite, dot, linear
+
 from k3lib.functions import exp, rms_norm, sigmoid
-
-# %% tags=["export"]
-L2_EPS = np.float32(1e-6)  # added to the sum of squares, not to their mean
-
+from k3lib.kernel_cache import inner, kernel
+from k3lib.matmul import NotFinite, dot, linear
+from k3lib.parallel import chunk_done, next_chunk, parallel_for, threads_for
+from k3lib.simd import fma
 
 _ONE, _ZERO = np.float32(1), np.float32(0)
 
 
-def _fits(what, array, shape):
+def _check_shape(what, array, shape):
     "Raise ValueError unless `array` has `shape`."
     if array.shape != tuple(shape):
         raise ValueError(f"{what} has shape {array.shape}, expected {tuple(shape)}")
@@ -64,23 +65,24 @@ timed_layers = 69  # states swept by the timing of 2.1.6: one of K3's KDA layers
 # %% [markdown]
 # ## 2.1.1 By hand: one key, two values
 #
-# A 2 × 2 state, one head, $\beta = 1$. Token 1 writes $v=(3,4)$ under $k=(1,0)$: row 0 becomes $(3,4)$. Token 2 writes $(5,6)$ under the same
-# key while channel 0 keeps half, $\alpha=(½,1)$.
+# A 2 × 2 state, one head, $\beta = 1$. Token 1 writes $v=(3,4)$ under $k=(1,0)$: row 0 becomes $(3,4)$. Token 2 writes
+# $(5,6)$ under the same key while channel 0 keeps half, $\alpha=(½,1)$.
 #
 # | step of token 2 | | |
 # |---|---|---|
-# | fade | $S \leftarrow \mathrm{diag}(\alpha)\,S$ | row 0 is $(5.23, 2)$ |
-# | recall | $S^\top k$ | $(5.23, 2)$ |
+# | fade | $S \leftarrow \mathrm{diag}(\alpha)\,S$ | row 0 is $(1.5, 2)$ |
+# | recall | $S^\top k$ | $(1.5, 2)$ |
 # | error | $v - S^\top k$ | $(3.5, 4)$ |
 # | correct | $S \leftarrow S + \beta\, k\,(\text{error})^\top$ | row 0 is $(5, 6)$ |
 #
-# A plain sum would hold $(6.5, 8)$: neither value. With $\beta=½$ the row ends halfway, at $(3.25, 4)$. That is the whole idea; the
-# rest of the layer prepares $q, k, v, \alpha, \beta$ and cleans up $o$.
+# A plain sum would hold $(6.5, 8)$: neither value. With $\beta=½$ the row ends halfway, at $(3.25, 4)$. That is the
+# whole idea; the rest of the layer prepares $q, k, v, \alpha, \beta$ and cleans up $o$.
 
 # %% [markdown]
 # ## 2.1.2 A glance back: the short convolution
 #
-# Before they meet the state, $q$, $k$ and $v$ pass a depthwise causal convolution: each of 12,288 channels mixes its last four inputs.
+# Before they meet the state, $q$, $k$ and $v$ pass a depthwise causal convolution: each of 12,288 channels mixes its
+# last four inputs.
 #
 # $$y_{t,c} = \mathrm{silu}\Big(\sum_{j=0}^{3} w_{c,j}\; x_{t-3+j,\,c}\Big), \qquad \mathrm{silu}(u) = u\,\sigma(u)$$
 #
@@ -96,57 +98,61 @@ def silu64(x):
 
 
 def conv64(x, weight, past=None, activation=silu64):
-    "float64 [T, P] of `x` [T, P], `weight` [P, 1, kernel] and `past` [kernel-1, P], zeros if absent."
-    kernel = weight.shape[2]
-    past = np.zeros((kernel - 1, x.shape[1])) if past is None else past
+    "float64 [T, P] of `x` [T, P], `weight` [P, 1, taps] and `past` [taps-1, P], zeros if absent."
+    taps = weight.shape[2]
+    past = np.zeros((taps - 1, x.shape[1])) if past is None else past
     line = np.concatenate([past, x]).astype(np.float64)
-    return activation(sum(weight[:, 0, j] * line[j:j + len(x)] for j in range(kernel)))
+    return activation(sum(weight[:, 0, j] * line[j:j + len(x)] for j in range(taps)))
 
 
 # %% [markdown]
-# What the next call needs of this one is three inputs a channel, taken *before* the activation. A prompt of one or two tokens keeps part of the
-# old history: that is the branch on `s`. In-place shifting is safe because position `T + j` lies ahead of `j`.
+# What the next call needs of this one is three inputs a channel, taken *before* the activation. A prompt of one or two
+# tokens keeps part of the old history: that is the branch on `s`. In-place shifting is safe because position `T + j`
+# lies ahead of `j`.
 
 # %% tags=["export"]
 @kernel
 def _short_conv(x, weight, state, out):
     T, channels = x.shape
-    kernel = weight.shape[2]
+    taps = weight.shape[2]
     for t in range(T):
         for c in range(channels):
             out[t, c] = _ZERO
-        for j in range(kernel):
-            s = t + j - (kernel - 1)
+        for j in range(taps):
+            s = t + j - (taps - 1)
             if s >= 0:
                 for c in range(channels):
                     out[t, c] = fma(weight[c, 0, j], x[s, c], out[t, c])
             else:
                 for c in range(channels):
-                    out[t, c] = fma(weight[c, 0, j], state[c, s + kernel - 1], out[t, c])
+                    out[t, c] = fma(weight[c, 0, j], state[c, s + taps - 1], out[t, c])
         for c in range(channels):
             out[t, c] = out[t, c] * sigmoid(out[t, c])
     for c in range(channels):
-        for j in range(kernel - 1):
-            s = T + j - (kernel - 1)
+        for j in range(taps - 1):
+            s = T + j - (taps - 1)
             state[c, j] = x[s, c] if s >= 0 else state[c, T + j]
 
 
-def short_conv(x, weight, state):
-    """silu(causal depthwise convolution), float32 [T, P], of `x` float32 [T, P] with `weight` float32 [P, 1, kernel], oldest tap first.
+def short_conv(x: np.ndarray, weight: np.ndarray, state: np.ndarray) -> np.ndarray:
+    """silu(causal depthwise convolution of `x`), float32 [T, P].
 
-    `state` float32 [P, kernel-1] holds the inputs before x[0], oldest first, and is moved on past x[T-1].
+    `x` float32 [T, P]; `weight` float32 [P, 1, taps], oldest tap first. `state` float32 [P, taps-1]
+    holds the inputs before x[0], oldest first. The call replaces them by the last taps-1 inputs up to x[T-1].
+    Raises ValueError where shapes do not fit.
     """
-    P, _, kernel = weight.shape
-    _fits("short_conv: x", x, (len(x), P))
-    _fits("short_conv: state", state, (P, kernel - 1))
+    P, _, taps = weight.shape
+    _check_shape("short_conv: x", x, (len(x), P))
+    _check_shape("short_conv: state", state, (P, taps - 1))
     out = np.empty_like(x)
     _short_conv(x, weight, state, out)
     return out
 
 
 # %% [markdown]
-# `fixtures/ops/short_conv`, computed by PyTorch in float64. The gate of every op here is 1e-5 of the output's largest magnitude; float32
-# itself stays within a tenth of that (`ops/README.md`). `rejects` turns the gate around: a wrong version must fall outside it.
+# `fixtures/ops/short_conv`, computed by PyTorch in float64. The gate of every op here is 1e-5 of the output's largest
+# magnitude; float32 itself stays within a tenth of that (`ops/README.md`). `rejects` turns the gate around: a wrong
+# version must fall outside it.
 
 # %%
 TOLERANCE = 1e-5
@@ -203,12 +209,17 @@ rejects(fixture["y_from_state"], {
 #
 # $$\hat k = \frac{k}{\sqrt{\sum_i k_i^2 + 10^{-6}}}$$
 #
-# A *sum*: $\hat k$ has length 1, so $k k^\top$ is a projection and $\beta = 1$ replaces exactly what was stored. With the mean the
-# length is $\sqrt{128} = 11.3$, the correction overshoots 128-fold, and the state explodes. $q$ is normed too; $v$ is not: its size is the message.
+# A *sum*: $\hat k$ has length 1, so $k k^\top$ is a projection and $\beta = 1$ replaces exactly what was stored. With
+# the mean the length is $\sqrt{128} = 11.3$, the correction overshoots 128-fold, and the state explodes. $q$ is normed
+# too; $v$ is not: its size is the message.
 
 # %% tags=["export"]
+L2_EPS = np.float32(1e-6)  # added to the sum of squares, not to the mean of squares
+
+
 @kernel
 def _l2norm(x, out):
+    "Write the normed heads to `out`; return the flat index of the first head whose sum is not finite, or -1."
     for t in range(x.shape[0]):
         for h in range(x.shape[1]):
             squares = dot(x[t, h], x[t, h])
@@ -220,8 +231,11 @@ def _l2norm(x, out):
     return -1
 
 
-def l2norm(x):
-    "x / sqrt(sum(x^2) + 1e-6) over the last axis of float32 [T, heads, d]. Raises NotFinite where the sum is infinite or NaN."
+def l2norm(x: np.ndarray) -> np.ndarray:
+    """x / sqrt(sum(x^2) + 1e-6) over the last axis, float32 [T, heads, d], of `x` float32 [T, heads, d].
+
+    Raises NotFinite where a sum is infinite or NaN.
+    """
     out = np.empty_like(x)
     bad = _l2norm(x, out)
     if bad >= 0:
@@ -252,38 +266,42 @@ rejects(fixture["y"], {
 #
 # $$z = W_{fb} W_{fa} x + b_{dt}, \qquad g = -5\;\sigma\!\big(e^{A_h}\, z\big), \qquad \alpha = e^{g}$$
 #
-# `A_log` is one number a *head*, stored in a vector padded to 128 entries. Its first 96 count; reading it per channel finds a plausible number
-# for every channel, the wrong one. The sigmoid bounds the loss: no channel keeps less than $e^{-5} = 0.7\%$ a token.
+# `A_log` is one number a *head*, stored in a vector padded to 128 entries. Its first 96 count; reading it per channel
+# finds a plausible number for every channel, the wrong one. The sigmoid bounds the loss: no channel keeps less than
+# $e^{-5} = 0.7\%$ a token.
 
 # %% tags=["export"]
 @kernel
 def _kda_decay(z, A_log, dt_bias, lower_bound, out):
+    "Write alpha to `out`; return the first head at which the sigmoid's argument is not finite, or -1."
     low = np.float32(lower_bound)
     for t in range(z.shape[0]):
         for h in range(z.shape[1]):
             rate = exp(A_log[h])
             for i in range(z.shape[2]):
                 x = rate * (z[t, h, i] + dt_bias[h, i])
-                if not abs(x) < np.inf:  # the sigmoid would make an innocent 0 or 1 of it
+                if not abs(x) < np.inf:  # the sigmoid of infinity is an ordinary 0 or 1: look before it
                     return h
                 out[t, h, i] = exp(low * sigmoid(x))
     return -1
 
 
-def kda_decay(z, A_log, dt_bias, lower_bound):
-    """alpha = exp(lower_bound * sigmoid(exp(A_log[head]) * (z + dt_bias))), float32 [T, heads, d], between e^lower_bound and 1.
+def kda_decay(z: np.ndarray, A_log: np.ndarray, dt_bias: np.ndarray, lower_bound: float) -> np.ndarray:
+    """alpha = exp(lower_bound * sigmoid(exp(A_log[head]) * (z + dt_bias))), float32 [T, heads, d].
 
-    `z` float32 [T, heads, d], `dt_bias` float32 [heads*d], `A_log` float32 [heads or more]: one rate a head, the rest is padding.
-    Raises NotFinite where the sigmoid's argument is infinite or NaN.
+    alpha lies between e^lower_bound and 1. `z` float32 [T, heads, d]; `dt_bias` float32 [heads*d]; `A_log` float32
+    [heads or more] has one rate for each head, and entries after those are padding that is never read.
+    Raises ValueError where shapes do not fit, NotFinite where the sigmoid's argument is infinite or NaN.
     """
     T, heads, d = z.shape
     if len(A_log) < heads:
         raise ValueError(f"kda_decay: A_log has {len(A_log)} entries, expected one for each of {heads} heads")
-    _fits("kda_decay: dt_bias", dt_bias, (heads * d,))
+    _check_shape("kda_decay: dt_bias", dt_bias, (heads * d,))
     out = np.empty_like(z)
     bad = _kda_decay(z, A_log, dt_bias.reshape(heads, d), lower_bound, out)
     if bad >= 0:
-        raise NotFinite(f"kda_decay: e^A_log (z + dt_bias) of head {bad}, whose A_log is {A_log[bad]}, is not a finite number")
+        raise NotFinite(f"kda_decay: e^A_log (z + dt_bias) of head {bad}, whose A_log is {A_log[bad]}, "
+                        "is not a finite number")
     return out
 
 
@@ -324,8 +342,8 @@ rejects(fixture["g"], {
 })
 
 # %% [markdown]
-# The picture: each dot is a channel of the fixture, its half-life against the $z$ it saw. A head's dots must lie on one curve, its own. Read
-# per channel, `A_log` would give every channel its curve and the cloud no line.
+# The picture: each dot is a channel of the fixture, its half-life against the $z$ it saw. A head's dots must lie on one
+# curve, its own. Read per channel, `A_log` would give every channel its curve and the cloud no line.
 
 # %%
 lived = np.linspace(-8.5, 8, 200)
@@ -333,7 +351,8 @@ for h in range(3):
     curve = np.log(2) / (5 * sigmoid64(np.exp(A_log[h]) * lived))
     plt.plot(lived, curve, color=f"C{h}", lw=1)
     u = (z + dt_bias.reshape(3, 16))[:, h].ravel()
-    plt.plot(u, np.log(2) / -np.log(alpha[:, h].ravel().clip(max=1 - 1e-7)), ".", color=f"C{h}", ms=4, label=f"head {h}: A_log {A_log[h]:.1f}")
+    half_life = np.log(2) / -np.log(alpha[:, h].ravel().clip(max=1 - 1e-7))
+    plt.plot(u, half_life, ".", color=f"C{h}", ms=4, label=f"head {h}: A_log {A_log[h]:.1f}")
 plt.axhline(np.log(2) / 5, color="0.6", lw=1, ls=":")
 plt.semilogy()
 plt.ylim(.1, 1e5)
@@ -347,9 +366,11 @@ plt.show()
 # %% [markdown]
 # ## 2.1.5 The recurrence
 #
-# $$S \leftarrow \mathrm{diag}(\alpha)\,S, \qquad S \leftarrow S + \beta\, k\,(v - S^\top k)^\top, \qquad o = \tfrac{1}{\sqrt d}\, S^\top q$$
+# $$S \leftarrow \mathrm{diag}(\alpha)\,S, \qquad S \leftarrow S + \beta\, k\,(v - S^\top k)^\top,
+# \qquad o = \tfrac{1}{\sqrt d}\, S^\top q$$
 #
-# In float64, line for line, every head at once. The update is a function of its own, so that it can be broken on its own.
+# In float64, line for line, every head at once. The update is a function of its own, so that it can be broken on its
+# own.
 
 # %%
 def recall(S, k):
@@ -388,7 +409,8 @@ for beta in (1., .5):
 
 # %%
 fixture = load_file(ROOT / "fixtures/ops/kda_recurrent.safetensors")
-tokens = [fixture[n].astype(np.float64) for n in ("q", "k", "v")] + [np.exp(fixture["g"].astype(np.float64)), fixture["beta"]]
+tokens = [fixture[n].astype(np.float64) for n in ("q", "k", "v")]
+tokens += [np.exp(fixture["g"].astype(np.float64)), fixture["beta"]]
 zero, given = np.zeros((3, 16, 16)), fixture["initial_state"]
 for start, o_name, S_name in ((zero, "o", "final_state"), (given, "o_s0", "final_state_s0")):
     o, S = recurrent64(*tokens, start)
@@ -397,8 +419,8 @@ for start, o_name, S_name in ((zero, "o", "final_state"), (given, "o_s0", "final
 
 
 # %% [markdown]
-# Nine ways to get it wrong. The second is the closest: where channels hardly fade, the undecayed state errs by almost nothing. The
-# fixture fades enough to see it.
+# Nine ways to get it wrong. The second is the closest: where channels hardly fade, the undecayed state errs by almost
+# nothing. The fixture fades enough to see it.
 
 # %%
 def keyed(S, alpha):
@@ -406,7 +428,8 @@ def keyed(S, alpha):
 
 
 WRONG_UPDATE = {
-    "decay along the value axis": lambda S, k, v, a, b: a[:, None, :] * S + outer(b * k, v - recall(a[:, None, :] * S, k)),
+    "decay along the value axis":
+        lambda S, k, v, a, b: a[:, None, :] * S + outer(b * k, v - recall(a[:, None, :] * S, k)),
     "error of the undecayed state": lambda S, k, v, a, b: keyed(S, a) + outer(b * k, v - recall(S, k)),
     "beta on the value only": lambda S, k, v, a, b: keyed(S, a) + outer(k, b * v - recall(keyed(S, a), k)),
     "a plain sum, no error": lambda S, k, v, a, b: keyed(S, a) + outer(b * k, v),
@@ -414,24 +437,25 @@ WRONG_UPDATE = {
 }
 rejects(fixture["o"], {name: recurrent64(*tokens, zero, update)[0] for name, update in WRONG_UPDATE.items()})
 rejects(fixture["o"], {"query not scaled by 1/sqrt(d)": recurrent64(*tokens, zero)[0] * 4})
-rejects(fixture["o"], {"values L2-normed": recurrent64(tokens[0], tokens[1], l2norm64(tokens[2]), *tokens[3:], zero)[0]})
+rejects(fixture["o"], {"values L2-normed": recurrent64(*tokens[:2], l2norm64(tokens[2]), *tokens[3:], zero)[0]})
 rejects(fixture["o_s0"], {"state read as [value, key]": recurrent64(*tokens, given.transpose(0, 2, 1))[0],
                           "state forgotten": recurrent64(*tokens, zero)[0]})
 
 
 # %% [markdown]
-# ## 2.1.6 Make it fast: the state once from memory
+# ## 2.1.6 Make it fast: two passes over a state that fits the cache
 #
-# 69 layers × 96 heads × 64 KB of state must be read and written for every token. One head fits in a core's L2, so: pass 1 reads $S$ from memory and
-# recalls with $\alpha_i k_i$, writing nothing; pass 2 finds $S$ still at hand, fades, corrects, stores and reads out.
+# 69 layers × 96 heads × 64 KB of state must be read and written for every token. The state of one head fits in a core's
+# L2 cache. So pass 1 reads $S$ from memory and recalls with $\alpha_i k_i$, writing nothing. Pass 2 finds $S$ in the
+# cache; it fades, corrects, stores and reads out.
 #
-# Both passes take the key rows in order and treat all value channels alike. A compiler may take 4, 8 or 16 channels at a time: each
-# channel's sum keeps its order, so the bits stay.
+# Both passes take the key rows in order and treat all value channels alike. A compiler may take 4, 8 or 16 channels at
+# a time: each channel's sum keeps its order, so the bits stay.
 
 # %% tags=["export"]
 @inner
 def _recall_rows(S, alpha, k, first, out):
-    "out += (diag(alpha) S)^T k, key rows from `first` on, one after another."
+    "out += (diag(alpha) S)^T k over the key rows from `first` on, one row at a time."
     for i in range(first, k.size):
         a = alpha[i] * k[i]
         for j in range(out.size):
@@ -440,7 +464,7 @@ def _recall_rows(S, alpha, k, first, out):
 
 @inner
 def _correct_rows(S, alpha, k, delta, q, first, out):
-    "S = diag(alpha) S + k delta^T, out += S^T q, key rows from `first` on, one after another."
+    "S = diag(alpha) S + k delta^T, then out += S^T q, over the key rows from `first` on, one row at a time."
     for i in range(first, k.size):
         a, b, c = alpha[i], k[i], q[i]
         for j in range(out.size):
@@ -449,13 +473,32 @@ def _correct_rows(S, alpha, k, delta, q, first, out):
             out[j] = fma(c, s, out[j])
 
 
+# %% [markdown]
+# Threads share the heads. The kernel takes its arrays as one tuple, because it has nine of them.
+
+# %% tags=["export"]
+class Recurrence(NamedTuple):
+    "The arrays of the recurrence's kernel, all float32. d is the width of a head."
+
+    q: np.ndarray  # [T, heads, d], of length 1
+    k: np.ndarray  # [T, heads, d], of length 1
+    v: np.ndarray  # [T, heads, d]
+    alpha: np.ndarray  # [T, heads, d]
+    beta: np.ndarray  # [T, heads]
+    S: np.ndarray  # [heads, key, value]: the state, updated in place
+    query: np.ndarray  # [heads, d]: scratch, q / sqrt(d)
+    delta: np.ndarray  # [heads, d]: scratch, beta (v - S^T k)
+    out: np.ndarray  # [T, heads, d]: written
+
+
 # %%
 @kernel
-def one_row_a_pass(heads, q, k, v, alpha, beta, S, query, delta, out, drawn):
-    "Head after head, as drawn, all its tokens one after another; query and delta [heads, d] are scratch."
+def one_row_a_pass(heads, arrays, cursor):
+    "For each head of a chunk: all its tokens, one after another."
+    q, k, v, alpha, beta, S, query, delta, out = arrays
     scale = _ONE / np.sqrt(np.float32(query.shape[1]))
     while True:
-        begin, end = next_chunk(drawn, heads)
+        begin, end = next_chunk(cursor, heads)
         if begin >= heads:
             return
         for h in range(begin, end):
@@ -469,22 +512,26 @@ def one_row_a_pass(heads, q, k, v, alpha, beta, S, query, delta, out, drawn):
                     query[h, j] = scale * q[t, h, j]
                     o[j] = _ZERO
                 _correct_rows(S[h], alpha[t, h], k[t, h], delta[h], query[h], 0, o)
-        chunk_done(drawn, begin, end)
+        chunk_done(cursor, begin, end)
 
 
 # %% [markdown]
-# The next rung changes one thing. Above, the sums in `out` are loaded and stored once a key row, as often as the state itself. Four rows a pass
-# nest four fused multiply-adds in the order of the keys: a quarter of that traffic, the same bits. Rows left over take the form above.
-# A surprise: written as `for i in range(0, n, 4)` the second loop runs several times slower. The likely reason: a negative `i + 1` would
-# count from the end, as in Python; the compiler cannot rule it out and gives up on vectors. The `while` spares it the question.
+# The next rung changes one thing. Above, the sums in `out` are loaded and stored once for each key row, as often as the
+# state itself. Here four rows nest four fused multiply-adds in the order of the keys: a quarter of that traffic, the
+# same bits. The last one to three rows of a head whose width is no multiple of four take the form above.
+#
+# A surprise: written as `for i in range(0, n, 4)` the second loop runs several times slower. The likely reason: a
+# negative `i + 1` would count from the end, as in Python, and the compiler cannot rule that out, so it uses no vectors.
+# With `while` it can.
 
 # %% tags=["export"]
 @inner
 def _recall(S, alpha, k, out):
-    "out += (diag(alpha) S)^T k, four key rows a pass."
+    "out += (diag(alpha) S)^T k, four key rows at a time."
     i = 0
     while i + 4 <= k.size:
-        a0, a1, a2, a3 = alpha[i] * k[i], alpha[i + 1] * k[i + 1], alpha[i + 2] * k[i + 2], alpha[i + 3] * k[i + 3]
+        a0, a1 = alpha[i] * k[i], alpha[i + 1] * k[i + 1]
+        a2, a3 = alpha[i + 2] * k[i + 2], alpha[i + 3] * k[i + 3]
         for j in range(out.size):
             out[j] = fma(a3, S[i + 3, j], fma(a2, S[i + 2, j], fma(a1, S[i + 1, j], fma(a0, S[i, j], out[j]))))
         i += 4
@@ -493,7 +540,7 @@ def _recall(S, alpha, k, out):
 
 @inner
 def _correct(S, alpha, k, delta, q, out):
-    "S = diag(alpha) S + k delta^T, out += S^T q, four key rows a pass."
+    "S = diag(alpha) S + k delta^T, then out += S^T q, four key rows at a time."
     i = 0
     while i + 4 <= k.size:
         a0, a1, a2, a3 = alpha[i], alpha[i + 1], alpha[i + 2], alpha[i + 3]
@@ -511,11 +558,12 @@ def _correct(S, alpha, k, delta, q, out):
 
 # %% tags=["export"]
 @kernel
-def _kda_recurrent(heads, q, k, v, alpha, beta, S, query, delta, out, drawn):
-    "Head after head, as drawn, all its tokens one after another; query and delta [heads, d] are scratch."
+def _kda_recurrent(heads, arrays, cursor):
+    "For each head of a chunk: all its tokens, one after another. `arrays` is a Recurrence."
+    q, k, v, alpha, beta, S, query, delta, out = arrays
     scale = _ONE / np.sqrt(np.float32(query.shape[1]))
     while True:
-        begin, end = next_chunk(drawn, heads)
+        begin, end = next_chunk(cursor, heads)
         if begin >= heads:
             return
         for h in range(begin, end):
@@ -529,24 +577,27 @@ def _kda_recurrent(heads, q, k, v, alpha, beta, S, query, delta, out, drawn):
                     query[h, j] = scale * q[t, h, j]
                     o[j] = _ZERO
                 _correct(S[h], alpha[t, h], k[t, h], delta[h], query[h], o)
-        chunk_done(drawn, begin, end)
+        chunk_done(cursor, begin, end)
 
 
-def kda_recurrent(q, k, v, alpha, beta, S):
-    """Per head: S = diag(alpha) S; S += beta k (v - S^T k)^T; out = S^T q / sqrt(d). Returns out float32 [T, heads, d].
+# %% tags=["export"]
+def kda_recurrent(q: np.ndarray, k: np.ndarray, v: np.ndarray, alpha: np.ndarray, beta: np.ndarray,
+                  S: np.ndarray, threads: int) -> np.ndarray:
+    """For each head and token: S = diag(alpha) S; S += beta k (v - S^T k)^T; out = S^T q / sqrt(d).
 
-    `q`, `k` (both l2-normed), `v`, `alpha` float32 [T, heads, d], `beta` float32 [T, heads]; `S` float32
-    [heads, key, value] is moved on past the last token.
+    `q` and `k` (both l2-normed), `v` and `alpha` float32 [T, heads, d]; `beta` float32 [T, heads]. `S` float32
+    [heads, key, value] is the state before the first token and, after the call, the state after the last.
+    Returns `out` float32 [T, heads, d]. Raises ValueError where shapes do not fit.
     """
     T, heads, d = v.shape
     for name, array in (("q", q), ("k", k), ("alpha", alpha)):
-        _fits(f"kda_recurrent: {name}", array, v.shape)
-    _fits("kda_recurrent: beta", beta, (T, heads))
-    _fits("kda_recurrent: S", S, (heads, d, d))
+        _check_shape(f"kda_recurrent: {name}", array, v.shape)
+    _check_shape("kda_recurrent: beta", beta, (T, heads))
+    _check_shape("kda_recurrent: S", S, (heads, d, d))
     query, delta = np.empty((2, heads, d), np.float32)
-    out = np.empty_like(v)
-    parallel_for(threads_for(2 * T * S.size, CORES), heads, _kda_recurrent, q, k, v, alpha, beta, S, query, delta, out)
-    return out
+    arrays = Recurrence(q, k, v, alpha, beta, S, query, delta, np.empty_like(v))
+    parallel_for(threads_for(2 * T * S.size, threads), heads, _kda_recurrent, arrays)
+    return arrays.out
 
 
 # %% [markdown]
@@ -555,10 +606,11 @@ def kda_recurrent(q, k, v, alpha, beta, S):
 # %%
 def rung(kernel):
     "`kda_recurrent` with another kernel."
-    def recurrent(q, k, v, alpha, beta, S):
-        out = np.empty_like(v)
-        parallel_for(threads_for(2 * len(v) * S.size, CORES), len(S), kernel, q, k, v, alpha, beta, S, *np.empty((2, *v.shape[1:]), np.float32), out)
-        return out
+    def recurrent(q, k, v, alpha, beta, S, threads):
+        query, delta = np.empty((2, *v.shape[1:]), np.float32)
+        arrays = Recurrence(q, k, v, alpha, beta, S, query, delta, np.empty_like(v))
+        parallel_for(threads_for(2 * len(v) * S.size, threads), len(S), kernel, arrays)
+        return arrays.out
     return recurrent
 
 
@@ -567,7 +619,7 @@ inputs = [fixture[n] for n in ("q", "k", "v")] + [np.exp(fixture["g"]), fixture[
 for name, recurrent in (("one row", one_row), ("four rows", kda_recurrent)):
     for start, o_name, S_name in ((zero, "o", "final_state"), (given, "o_s0", "final_state_s0")):
         S = start.astype(np.float32)
-        check(f"{name}: {o_name}", recurrent(*inputs, S), fixture[o_name])
+        check(f"{name}: {o_name}", recurrent(*inputs, S, CORES), fixture[o_name])
         check(f"{name}: {S_name}", S, fixture[S_name])
 
 
@@ -582,24 +634,25 @@ def some_tokens(T, heads, d):
 
 for d in (128, 35):
     some, A, B = some_tokens(5, 2, d), np.ones((2, d, d), np.float32), np.ones((2, d, d), np.float32)
-    same = np.array_equal(one_row(*some, A), kda_recurrent(*some, B)) and np.array_equal(A, B)
+    same = np.array_equal(one_row(*some, A, CORES), kda_recurrent(*some, B, CORES)) and np.array_equal(A, B)
     print(f"head of {d}: one row and four rows a pass give the same bits: {same}")
     assert same
 
 
 # %% [markdown]
-# The clock, over one token's worth of state, 434 MB. Beside the rungs run two loops that do nothing but move it: one reads it, one
-# reads and writes it. They take turns layer by layer, each at a layer the others have long left, and the best of each layer counts.
+# The clock, over one token's worth of state, 434 MB. Beside the rungs run two loops that do nothing but move it: one
+# reads it, one reads and writes it. They take turns layer by layer, each at a layer the others have long left, and the
+# best of each layer counts.
 
 # %%
+from numba import prange
+
+
 def numpy_step(S):
     q, k, v, alpha, beta = (a[0] for a in token)
     S *= alpha[:, :, None]
     S += outer(beta[:, None] * k, v - recall(S, k))
     return recall(S, q) / np.float32(np.sqrt(128))
-
-
-from numba import prange
 
 
 @njit(parallel=True, nogil=True, error_model="numpy")
@@ -639,8 +692,8 @@ token = some_tokens(1, 96, 128)
 states = np.full((timed_layers, 96, 128, 128), .01, np.float32)
 sums = np.zeros((96, 64), np.float32)
 kernels = {
-    "two passes, one row": lambda S: one_row(*token, S),
-    "two passes, four rows": lambda S: kda_recurrent(*token, S),
+    "two passes, one row": lambda S: one_row(*token, S, CORES),
+    "two passes, four rows": lambda S: kda_recurrent(*token, S, CORES),
     "read the state": lambda S: read_all(S, sums),
     "read and write it": read_write_all,
 }
@@ -649,15 +702,23 @@ took = sweep({"NumPy, five passes": numpy_step}, states, 1) | sweep(kernels, sta
 print(f"{f'{states.nbytes / 1e6:.0f} MB of state':24} {'time':>12} {'moved':>16} {'against read + write':>22}")
 for name, seconds in took.items():
     moved = states.nbytes * (1 if name == "read the state" else 2)
-    print(f"{name:24} {seconds * 1e3:9.1f} ms {moved / seconds / 1e9:11.1f} GB/s {seconds / took['read and write it']:20.2f} x")
+    rate, ratio = moved / seconds / 1e9, seconds / took["read and write it"]
+    print(f"{name:24} {seconds * 1e3:9.1f} ms {rate:11.1f} GB/s {ratio:20.2f} x")
 del states
+
+# %% [markdown]
+# The last column of the four-row kernel says that memory does not set its pace: it takes clearly longer than the loop
+# that moves the same bytes and computes nothing. It reads each head twice, the second time from L2, and does three
+# multiply-adds and a product for each number. The states still cross the memory bus only once in each direction, and
+# all 69 layers together cost a few percent of a token.
 
 
 # %% [markdown]
 # ## 2.1.7 What the state remembers
 #
-# One head of 16, written by hand. The key is spread over all channels, so row $i$ of $S$ is channel $i$'s copy of the value. First a rising
-# value, then a falling one under the same key, then twelve tokens of mere fading, faster for higher channels.
+# One head of 16, written by hand. The key is spread over all channels, so row $i$ of $S$ is channel $i$'s copy of the
+# value. First a rising value, then a falling one under the same key, then twelve tokens of mere fading, faster for
+# higher channels.
 
 # %%
 def written(key, values, alpha):
@@ -666,7 +727,7 @@ def written(key, values, alpha):
     for value in values:
         v = np.zeros(16) if value is None else value
         q, k, v, a = (np.asarray(u, np.float32).reshape(1, 1, 16) for u in (key, key, v, alpha))
-        kda_recurrent(q, k, v, a, np.full((1, 1), value is not None, np.float32), S)
+        kda_recurrent(q, k, v, a, np.full((1, 1), value is not None, np.float32), S, CORES)
         seen.append(S[0].copy())
     return seen
 
@@ -690,8 +751,8 @@ print("key channel 0 kept, channel 15 down to", f"{faded[15, 0] / faded[0, 0]:.3
 assert np.allclose(second, .25 * rising[::-1], atol=1e-6) and np.isclose(faded[15, 0] / faded[0, 0], .7**12, rtol=1e-4)
 
 # %% [markdown]
-# The same as a reader sees it. Key $a$ is given value 1 at token 4 and value 2 at token 16; other keys and values come in between. At every token
-# we ask $a$ and measure how much of each value comes back.
+# The same as a reader sees it. Key $a$ is given value 1 at token 4 and value 2 at token 16; other keys and values come
+# in between. At every token we ask $a$ and measure how much of each value comes back.
 
 # %%
 T, d = 32, 64
@@ -706,7 +767,8 @@ beta[[4, 16]] = 1
 ask = np.tile(a, (T, 1))[:, None]
 told = [ask, k[:, None], v[:, None], np.full((T, 1, d), .99, np.float32), beta]
 S = np.zeros((1, d, d), np.float32)
-answers = {"delta rule": kda_recurrent(*told, S.copy()), "plain sum": recurrent64(*told, S, WRONG_UPDATE["a plain sum, no error"])[0]}
+answers = {"delta rule": kda_recurrent(*told, S.copy(), CORES),
+           "plain sum": recurrent64(*told, S, WRONG_UPDATE["a plain sum, no error"])[0]}
 came_back = {name: o[:, 0] * np.sqrt(d) @ v[[4, 16]].T.astype(np.float64) for name, o in answers.items()}
 fig, axes = plt.subplots(1, 2, sharey=True)
 for axis, (name, part) in zip(axes, came_back.items()):
@@ -729,96 +791,122 @@ assert np.allclose(answers["delta rule"][16, 0] * np.sqrt(d), v[16], atol=1e-5)
 # %% [markdown]
 # ## 2.1.8 The layer
 #
-# What remains is the way out: RMSNorm over each head's 128 outputs (weights shared by all heads), *then* the gate, *then* `o_proj`.
+# What remains is the way out: RMSNorm over each head's 128 outputs (weights shared by all heads), *then* the gate,
+# *then* `o_proj`.
 #
 # $$y = W_o\,\big[\,\mathrm{RMSNorm}_{128}(o_h)\odot\sigma(W_g x)_h\,\big]_h$$
 #
-# Gating first would let the norm cancel most of it. `KDA_ORDER` is the order in which weights are taken: each once, because a streamed
-# matrix goes by once.
+# Gating first would let the norm cancel most of it.
 
 # %% tags=["export"]
 @kernel
-def _squash(x):
+def _sigmoid_in_place(x):
     for t in range(x.shape[0]):
         for i in range(x.shape[1]):
             x[t, i] = sigmoid(x[t, i])
 
 
-def squash(x):
-    "sigmoid of float32 [T, n], in place."
-    _squash(x)
+def sigmoid_in_place(x: np.ndarray) -> np.ndarray:
+    "Replace every number of `x` float32 [T, n] by its sigmoid. Returns `x`."
+    _sigmoid_in_place(x)
     return x
 
 
+# %% [markdown]
+# A layer function gets its numbers as one tuple, and the state as another. The state is the caller's: it is passed in
+# and updated in place.
+
 # %% tags=["export"]
+class KDAShape(NamedTuple):
+    "The numbers of a KDA layer. They are the same in all KDA layers of a model."
+
+    heads: int  # 96 in K3
+    head_dim: int  # width of a head's query, key and value: 128
+    conv_kernel: int  # taps of the short convolution: 4
+    lower_bound: float  # of log alpha, the config's gate_lower_bound: -5
+    eps: float  # of the norm before the output gate, the config's rms_norm_eps: 1e-5
+
+
 class KDAState(NamedTuple):
-    "What a layer carries from token to token: `conv` float32 [3 (q, k, v), P, kernel-1], oldest first; `S` float32 [heads, key, value]."
+    "What a layer carries from one token to the next. P = heads * head_dim."
 
-    conv: np.ndarray
-    S: np.ndarray
+    conv: np.ndarray  # float32 [3, P, conv_kernel - 1]: the last inputs of the convolutions of q, k and v, oldest first
+    S: np.ndarray  # float32 [heads, key, value]
 
 
-def kda_state(heads, head_dim, kernel):
+def kda_state(shape: KDAShape) -> KDAState:
     "The state before the first token: zeros."
-    return KDAState(np.zeros((3, heads * head_dim, kernel - 1), np.float32), np.zeros((heads, head_dim, head_dim), np.float32))
+    heads, d, taps = shape[:3]
+    return KDAState(np.zeros((3, heads * d, taps - 1), np.float32), np.zeros((heads, d, d), np.float32))
 
 
-KDA_ORDER = ("q_proj", "q_conv1d", "k_proj", "k_conv1d", "v_proj", "v_conv1d", "b_proj", "f_a_proj", "f_b_proj",
-             "A_log", "dt_bias", "g_proj", "o_norm", "o_proj")
+# %% [markdown]
+# Weights come from a mapping `W` of short names. A matrix may be one that is read from disk while it is multiplied, and
+# each is read once for each forward pass. So a layer takes each weight once, in the order in which the equations use
+# it, and uses a matrix before it takes the next.
+
+# %% tags=["export"]
+class LayerWeights(Protocol):
+    "The weights of one layer: W[short name] is a matrix (`matmul` says what that is) or a float32 array."
+
+    def __getitem__(self, name: str, /) -> Any: ...
 
 
-def kda_layer(W, x, state, eps, lower_bound):
-    """One layer's attention, float32 [T, H], for normed input `x` float32 [T, H], T >= 1; moves `state` on by T tokens.
+def kda_layer(W: LayerWeights, x: np.ndarray, state: KDAState, shape: KDAShape, threads: int) -> np.ndarray:
+    """The attention of one layer for T >= 1 tokens, float32 [T, H].
 
-    `W` maps each name of KDA_ORDER to a matrix or a float32 array; each is taken once, in that order. Heads and widths
-    are the state's. Any cut of the tokens into calls gives the same bits.
+    `x` float32 [T, H] is the layer's normed input. `W` has the short names that `tensors` lists for "kda"; each is
+    taken once, in that order. `state` is advanced by T tokens. Calls with the same tokens, however cut, give the same
+    bits, and so does any number of `threads`. Raises ValueError where shapes do not fit, NotFinite where a number is
+    infinite or NaN.
     """
-    heads, d, _ = state.S.shape
-    each_head = (len(x), heads, d)
-    q, k, v = (short_conv(linear(W[f"{n}_proj"], x), W[f"{n}_conv1d"], state.conv[i]).reshape(each_head)
+    by_head = (len(x), shape.heads, shape.head_dim)
+    q, k, v = (short_conv(linear(W[f"{n}_proj"], x, threads), W[f"{n}_conv1d"], state.conv[i]).reshape(by_head)
                for i, n in enumerate("qkv"))
-    beta = squash(linear(W["b_proj"], x))
-    low = linear(W["f_a_proj"], x)  # taken before f_b_proj: a streamed matrix goes by in order
-    z = linear(W["f_b_proj"], low).reshape(each_head)
-    alpha = kda_decay(z, W["A_log"], W["dt_bias"], lower_bound)
-    o = kda_recurrent(l2norm(q), l2norm(k), v, alpha, beta, state.S)
-    gate = squash(linear(W["g_proj"], x))
-    normed = rms_norm(o.reshape(-1, d), W["o_norm"], eps).reshape(gate.shape)
-    return linear(W["o_proj"], normed * gate)
+    beta = sigmoid_in_place(linear(W["b_proj"], x, threads))
+    low = linear(W["f_a_proj"], x, threads)  # a line of its own, so that f_a_proj is used before f_b_proj is taken
+    z = linear(W["f_b_proj"], low, threads).reshape(by_head)
+    alpha = kda_decay(z, W["A_log"], W["dt_bias"], shape.lower_bound)
+    o = kda_recurrent(l2norm(q), l2norm(k), v, alpha, beta, state.S, threads)
+    gate = sigmoid_in_place(linear(W["g_proj"], x, threads))
+    normed = rms_norm(o.reshape(-1, shape.head_dim), W["o_norm"], shape.eps).reshape(gate.shape)
+    return linear(W["o_proj"], normed * gate, threads)
 
 
 # %% [markdown]
 # ## 2.1.9 Check against a model that ran elsewhere
 #
-# `fixtures/oracle13` is a 13-layer checkpoint in K3's layout; mlx-lm ran it and kept the hidden state after layer 0, whose attention is KDA. Between
-# our output and that state lie one residual mix and one dense MLP. Chapters 3 and 4 derive them; here they are six lines of float64.
+# `fixtures/oracle13` is a 13-layer checkpoint in K3's layout; mlx-lm ran it and kept the hidden state after layer 0,
+# whose attention is KDA. Between our output and that state lie one residual mix and one dense MLP. Chapters 3 and 4
+# derive them; here they are six lines of float64.
 
 # %%
 model = Checkpoint(ROOT / "fixtures/oracle13/model")
 oracle = load_file(ROOT / "fixtures/oracle13/expected.safetensors")
-LAYER = "language_model.model.layers.0."
 
 
-def tensor(name):
-    return model.tensor(LAYER + name).astype(np.float64)
+def tensor(part, short):
+    "A tensor of layer 0, float64."
+    return model.tensor(tensor_name(0, part, short)).astype(np.float64)
 
 
 def rms64(x, weight=1.0, eps=1e-5):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 
 
-embedding = model.tensor("language_model.model.embed_tokens.weight")[oracle["prompt_ids"]].astype(np.float64)
-x64 = rms64(embedding, tensor("input_layernorm.weight"))
+embedding = model.tensor(EMBED)[oracle["prompt_ids"]].astype(np.float64)
+x64 = rms64(embedding, tensor("norms", "input_layernorm"))
 
 
 def after_layer0(y):
-    "The hidden state layer 0 hands on if its attention said `y`: mix, then the MLP on top of y."
+    "The hidden state after layer 0 if its attention gave `y`: the mix, then y plus the MLP's output."
     sources = np.stack([embedding, y])
-    score = (rms64(sources, tensor("mlp_res_norm.weight")) * tensor("mlp_res_proj.weight")[0]).sum(-1)
+    score = (rms64(sources, tensor("norms", "mlp_res_norm")) * tensor("norms", "mlp_res_proj")[0]).sum(-1)
     mixed = (np.exp(score - score.max(0)) / np.exp(score - score.max(0)).sum(0))[..., None] * sources
-    h = rms64(mixed.sum(0), tensor("post_attention_layernorm.weight"))
-    gate, up = h @ tensor("mlp.gate_proj.weight").T, h @ tensor("mlp.up_proj.weight").T
-    return y + (4 * np.tanh(gate / 4) * sigmoid64(gate) * 25 * np.tanh(up / 25)) @ tensor("mlp.down_proj.weight").T
+    h = rms64(mixed.sum(0), tensor("norms", "post_attention_layernorm"))
+    gate, up = h @ tensor("dense", "gate_proj").T, h @ tensor("dense", "up_proj").T
+    hidden = 4 * np.tanh(gate / 4) * sigmoid64(gate) * 25 * np.tanh(up / 25)
+    return y + hidden @ tensor("dense", "down_proj").T
 
 
 # %% [markdown]
@@ -829,7 +917,8 @@ def norm_then_gate(o, gate, weight):
     return (rms64(o, weight) * sigmoid64(gate)).reshape(len(o), -1)
 
 
-STEPS = dict(conv=conv64, norm=l2norm64, value=lambda v: v, decay=decay64, update=delta_rule, out=norm_then_gate, scale=1.0)
+STEPS = dict(conv=conv64, norm=l2norm64, value=lambda v: v, decay=decay64, update=delta_rule,
+             out=norm_then_gate, scale=1.0)
 
 
 def layer64(W, x, heads, **swap):
@@ -844,20 +933,20 @@ def layer64(W, x, heads, **swap):
 
 
 # %%
-bare = ("A_log", "dt_bias")
-names = {n: LAYER + "self_attn." + n + ("" if n in bare else ".weight") for n in KDA_ORDER}
-W = {n: ResidentMatrix(model.raw(name)) if n.endswith("_proj") else model.tensor(name) for n, name in names.items()}
+names = {row.short: tensor_name(0, "kda", row.short) for row in TABLE["kda"]}
+W = {n: ResidentMatrix(model.raw(name)) if n.endswith("_proj") else model.tensor(name)
+     for n, name in names.items()}
 W64 = {n: model.tensor(name).astype(np.float64) for n, name in names.items()}
 x = x64.astype(np.float32)
-state = kda_state(4, 32, 4)
-y = kda_layer(W, x, state, 1e-5, -5.0)
+shape = KDAShape(heads=4, head_dim=32, conv_kernel=4, lower_bound=-5.0, eps=1e-5)
+y = kda_layer(W, x, kda_state(shape), shape, CORES)
 check("kda_layer against layer64", y, layer64(W64, x64, 4))
 check("hidden state after layer 0, float64", after_layer0(layer64(W64, x64, 4)), oracle["hidden_after_layer"][0])
 check("hidden state after layer 0, kda_layer", after_layer0(y), oracle["hidden_after_layer"][0])
 
 # %% [markdown]
-# Now each mistake alone, in a whole layer. The norms around it hide them: every one gives finite numbers of the usual size. All fall
-# far outside the gate of 1e-5.
+# Now each mistake alone, in a whole layer. The norms around it hide them: every one gives finite numbers of the usual
+# size. All fall far outside the gate of 1e-5.
 
 # %%
 wrong_steps = {
@@ -871,21 +960,22 @@ wrong_steps = {
     "softplus decay": dict(decay=softplus64),
     "query not scaled": dict(scale=np.sqrt(32)),
 } | {name: dict(update=update) for name, update in WRONG_UPDATE.items()}
-rejects(oracle["hidden_after_layer"][0], {name: after_layer0(layer64(W64, x64, 4, **swap)) for name, swap in wrong_steps.items()})
+rejects(oracle["hidden_after_layer"][0],
+        {name: after_layer0(layer64(W64, x64, 4, **swap)) for name, swap in wrong_steps.items()})
 
 
 # %% [markdown]
 # ## 2.1.10 Any cut, the same bits
 #
-# A prompt may come in one chunk, token by token, or anything between. Every output is a sum in an order fixed by its own channel, so outputs and both
-# parts of the state agree to the byte, also for prompts shorter than the convolution.
+# A prompt may come in one chunk, token by token, or anything between. Every output is a sum in an order fixed by its
+# own channel, so outputs and both parts of the state agree to the byte, also for prompts shorter than the convolution.
 
 # %%
 def run(cuts):
-    "Outputs and state after feeding x in pieces of these lengths."
-    state, outputs, at = kda_state(4, 32, 4), [], 0
+    "Outputs and state after x was fed in chunks of these lengths."
+    state, outputs, at = kda_state(shape), [], 0
     for n in cuts:
-        outputs.append(kda_layer(W, x[at:at + n], state, 1e-5, -5.0))
+        outputs.append(kda_layer(W, x[at:at + n], state, shape, CORES))
         at += n
     return np.concatenate(outputs).tobytes(), state.S.tobytes(), state.conv.tobytes()
 
@@ -902,20 +992,22 @@ for T in (1, 2, 3, 4, 5, 12):
 # Everything in float32, for the released shape: 69 KDA layers, 96 heads of 128, convolution kernel 4.
 
 # %%
-layers, heads, d, kernel, H = 69, 96, 128, 4, 7168
+layers, heads, d, taps, H = 69, 96, 128, 4, 7168
 P = heads * d
 state_bytes = layers * heads * d * d * 4
-conv_bytes = layers * 3 * P * (kernel - 1) * 4
+conv_bytes = layers * 3 * P * (taps - 1) * 4
 weight_bytes = layers * 2 * (5 * P * H + heads * H + d * H + P * d)
 print(f"state S            {state_bytes / 1e6:6.0f} MB, read once and written once a token")
 print(f"conv history       {conv_bytes / 1e6:6.0f} MB")
-print(f"weights, bf16      {weight_bytes / 1e9:6.1f} GB, read once a token: {weight_bytes / (2 * state_bytes):.0f} times the state's traffic")
+print(f"weights, bf16      {weight_bytes / 1e9:6.1f} GB, read once a token: "
+      f"{weight_bytes / (2 * state_bytes):.0f} times the state's traffic")
 assert (round(state_bytes / 1e6), round(conv_bytes / 1e6)) == (434, 31)
 
 
 # %% [markdown]
-# Had these 69 layers been softmax attention they would keep keys and values: 96 × 256 floats a position and layer, or 576 in the latent form of
-# chapter 3. The state costs as much as 64 positions of the one, 2,731 of the other, and then stops.
+# Had these 69 layers been softmax attention they would keep keys and values: 96 × 256 floats a position and layer, or
+# 576 in the latent form of chapter 3. The state costs as much as 64 positions of the one, 2,731 of the other, and then
+# stops.
 
 # %%
 def growing(floats):
@@ -940,16 +1032,20 @@ for name, floats in (("keys and values", 96 * 256), ("latent", 576)):
 # %% [markdown]
 # ## Summary
 #
-# - Fade by key channel, recall, write the *error*: a new value replaces the old one under its key, and the memory stays 64 KB a head.
+# - Fade by key channel, recall, write the *error*: a new value replaces the old one under its key, and the memory stays
+#   64 KB a head.
 # - One `A_log` a head; a *sum* in the L2 norm; newest input on the last tap; `v` as it is; norm before gate.
-# - Sums run key after key in every value channel, so neither the cut of the tokens nor the width of a vector changes a bit.
+# - Sums run key after key in every value channel, so neither the cut of the tokens nor the width of a vector changes a
+#   bit.
 #
 # ## Exercises
 #
-# 1. With $\alpha = 1$ and $\beta = 1$, show that asking for the key just written returns its value exactly. Which $\beta > 1$ would still
-#    converge, writing the same pair again and again? Check with `kda_recurrent`.
-# 2. $S_{new}^\top q = (\alpha \odot q)^\top S + (k^\top q)\,\delta$ moves the read-out into pass 1. Write that kernel, pass the fixture, and say
-#    why its bits differ from `_kda_recurrent`.
-# 3. Store $S$ as bf16 between tokens. Traffic halves; after how many tokens of `fixtures/ops/kda_recurrent` does the output leave the gate?
+# 1. With $\alpha = 1$ and $\beta = 1$, show that asking for the key just written returns its value exactly. Which
+#    $\beta > 1$ would still converge, writing the same pair again and again? Check with `kda_recurrent`.
+# 2. $S_{new}^\top q = (\alpha \odot q)^\top S + (k^\top q)\,\delta$ moves the read-out into pass 1. Write that kernel,
+#    pass the fixture, and say why its bits differ from `_kda_recurrent`.
+# 3. Store $S$ as bf16 between tokens. Traffic halves; after how many tokens of `fixtures/ops/kda_recurrent` does the
+#    output leave the gate?
 #
-# Next, the other 24 layers: [3.1 Latent attention](../03_mla/01_mla.ipynb), which forgets nothing and pays for it by the position.
+# Next, the other 24 layers: [3.1 Gated MLA](../03_mla/01_mla.ipynb), which forgets nothing and pays for it by the
+# position.

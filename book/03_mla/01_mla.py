@@ -1,9 +1,10 @@
 # %% [markdown]
 # # 3.1 Gated MLA: attention that caches 576 numbers
 #
-# In 24 of K3's 93 layers every token looks back at every earlier one. What such a layer keeps of a position is not 96 keys and 96 values but
-# one vector of 576 numbers, from which all of them follow. At the end you can attend straight from that cache, token by token or in chunks
-# with the same bits, and break it in six ways that still look like attention.
+# In 24 of K3's 93 layers every token looks back at every earlier one. What such a layer keeps of a position is not 96
+# keys and 96 values but one vector of 576 numbers, from which all of them follow. At the end you can attend straight
+# from that cache, token by token or in chunks with the same bits, and break it in six ways that still look like
+# attention.
 #
 # [2.1 Kimi Delta Attention: a memory that never grows](../02_kda/01_kda.ipynb) · [contents](../README.md) · [3.2 Block attention residuals: a layer chooses its depth](02_residual.ipynb)
 #
@@ -15,10 +16,13 @@
 # | $q^n, q^r$ | the two parts of a head's query | 96 heads × (128 + 64) | `q[t, h, :128]`, `q[t, h, 128:]` |
 # | $W_{uk}, W_{uv}$ | a head's key rows and value rows of `kv_b_proj` | 128 × 512 each | `w` |
 # | $s, p$ | scores and weights over positions | one a position and head | `s` |
-# | $u$ | context: the weighted sum of latents | 96 × 512 | `o` part of `work` |
+# | $u$ | context: the weighted sum of latents | 96 × 512 | context part of `work` |
+# | $o_h$, $y$ | a head's output; the layer's | 128; 7168 | `out`, `y` |
+# | $W_g, W_o$ | gate; back to the hidden width | 12288 × 7168; 7168 × 12288 | `W["g_proj"]`, `W["o_proj"]` |
 #
-# The extra dims are named after RoPE, the rotation by position other models apply to them. K3 does not (`mla_use_nope` is true): they are
-# plain numbers. Equations: the published modelling code, and the DeepSeek-V2 report (§2.1) for the latent form.
+# The extra dims are named after RoPE, the rotation by position other models apply to them. K3 does not (`mla_use_nope`
+# is true): they are plain numbers. Equations: the published modelling code, and the DeepSeek-V2 report ( 2.1) for the
+# latent form.
 
 # %%
 import time
@@ -27,27 +31,26 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from safetensors.numpy import load_file
 
-from k3lib.linear import ResidentMatrix, bf16_to_float32, dot
+from k3lib.matmul import ResidentMatrix, bf16_to_float32, dot
+from k3lib.parallel import CORES
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 plt.style.use(ROOT / "book" / "k3.mplstyle")
 
 # %% tags=["export"]
+from typing import NamedTuple
+
 import numpy as np
-from k3lib.kernel_cache import inner, kernel
-from k3lib.simd import fma16, load16, load16_part, splat16, store16
-from k3lib.parallel import CORES, chunk_done, next_chunk, parallel_for, threads_for
-from k3lib.matmul import check_product, line_aligned, linear, products
+
 from k3lib.functions import exp, rms_norm, sigmoid
+from k3lib.kda import LayerWeights
+from k3lib.kernel_cache import inner, kernel
+from k3lib.matmul import Matrix, check_product, line_aligned, linear, products
+from k3lib.parallel import chunk_done, next_chunk, parallel_for, threads_for
+from k3lib.simd import fma16, load16, load16_part, splat16, store16
 
-# %% tags=["export"]
-TILE = 64  # cache rows between two looks at the maximum, counted from position 0
-
-
-SLICE = 8  # tokens whose queries and contexts are held at once
-
-
-_ONE, _ZERO, _LOWEST, _FAINT, _NAN = np.float32(1), np.float32(0), np.float32(-np.inf), np.float32(-60), np.float32(np.nan)
+_ONE, _ZERO, _NAN = np.float32(1), np.float32(0), np.float32(np.nan)
+_LOWEST, _FAINT = np.float32(-np.inf), np.float32(-60)  # the maximum before any score; see softmax_tile
 
 # %% tags=["parameters"]
 seed = 3
@@ -67,8 +70,8 @@ full_positions = 4096  # of the full-width timing in 3.1.9
 # | 0 | (1, 0) | 0 | (1, 0, 1) | 1.5 | ¾ | (4, 0) |
 # | 1 | (0, 1) | 1 | (0, 1, 1) | 1.5 − ln 3 | ¼ | (0, 8) |
 #
-# The output is $¾(4,0) + ¼(0,8) = (3, 2)$. Now without keys and values: $W_{uk}^\top q^n = (3,1)$, whose products with $c$ are the same
-# 3 and 1; the context is $¾(1,0)+¼(0,1)$, and $W_{uv}$ turns it into $(3, 2)$.
+# The output is $¾(4,0) + ¼(0,8) = (3, 2)$. Now without keys and values: $W_{uk}^\top q^n = (3,1)$, whose products with
+# $c$ are the same 3 and 1; the context is $¾(1,0)+¼(0,1)$, and $W_{uv}$ turns it into $(3, 2)$.
 
 # %%
 W_uk, W_uv = np.array([[1., 0], [0, 1], [1, 1]]), np.array([[4., 0], [0, 8]])
@@ -90,11 +93,14 @@ assert np.allclose(expanded, [3, 2]) and np.allclose(absorbed, [3, 2])
 # %% [markdown]
 # ## 3.1.2 The layer as published, in float64
 #
-# Two low-rank paths, each with a norm in the middle. `kv_b_proj` makes, head after head, 128 key rows and then 128 value rows. The key
-# is completed by $r$, which is neither normed nor rotated, and the output is gated number by number.
+# Two low-rank paths, each with a norm in the middle. `kv_b_proj` makes, head after head, 128 key rows and then 128
+# value rows. The key is completed by $r$, which is neither normed nor rotated, and the output is gated number by
+# number.
 #
-# $$c = \mathrm{norm}(W_a^{kv} x)_{1..512},\qquad k_h = [\,W_{uk}^h c \mid r\,],\qquad v_h = W_{uv}^h c$$
-# $$o_h = \sum_{p \le t} \mathrm{softmax}_p\!\Big(\tfrac{q_h \cdot k_{h,p}}{\sqrt{128+64}}\Big)\, v_{h,p},\qquad y = W_o\,(o \odot \sigma(W_g x))$$
+# $$q = W_b^q\,\mathrm{norm}(W_a^q x),\qquad [\,\tilde c \mid r\,] = W_a^{kv} x,\qquad c = \mathrm{norm}(\tilde c)$$
+# $$k_h = [\,W_{uk}^h c \mid r\,],\qquad v_h = W_{uv}^h c$$
+# $$o_h = \sum_{p \le t} \mathrm{softmax}_p\!\Big(\tfrac{q_h \cdot k_{h,p}}{\sqrt{128+64}}\Big)\, v_{h,p},
+# \qquad y = W_o\,(o \odot \sigma(W_g x))$$
 #
 # The function takes its questionable parts as arguments, so that 3.1.7 can get each of them wrong.
 
@@ -108,14 +114,16 @@ def sigmoid64(x):
 
 
 def attention64(q, k, v, scale):
-    "Causal attention of float64 q [T, heads, d] over k [T, heads, d], v [T, heads, v]: (output, weights [heads, T, T])."
+    "(output, weights [heads, T, T]) of causal attention, float64, for q and k [T, heads, d], v [T, heads, v]."
     s = np.einsum("thd,phd->htp", q, k) * scale
     weights = softmax64(np.where(np.tri(len(q), dtype=bool), s, -np.inf))
     return np.einsum("htp,phv->thv", weights, v), weights
 
 
-def mla64(W, x, heads, nope, rope, v_dim, eps=1e-6, scale_dims=None, extra=lambda a: a, value_first=False, gated=True):
-    "The layer by expansion; `scale_dims`, `extra` (what happens to the extra dims), `value_first` and `gated` are there to be got wrong."
+def mla64(W, x, *, heads, nope, rope, v_dim, eps=1e-6, scale_dims=None, extra=lambda a: a, value_first=False,
+          gated=True):
+    """The layer by expansion. `eps`, `scale_dims`, `extra` (what happens to the extra dims), `value_first` and `gated`
+    are arguments so that they can be got wrong."""
     T, latent = len(x), W["kv_b_proj"].shape[1]
     W, x = {name: w.astype(np.float64) for name, w in W.items()}, x.astype(np.float64)
     q = (rms64(x @ W["q_a_proj"].T, W["q_a_layernorm"], eps) @ W["q_b_proj"].T).reshape(T, heads, nope + rope)
@@ -130,12 +138,14 @@ def mla64(W, x, heads, nope, rope, v_dim, eps=1e-6, scale_dims=None, extra=lambd
 
 
 # %% [markdown]
-# `fixtures/ops/mla` was computed by PyTorch's own attention in float64: three heads, 12 + 4 dims in the key, 10 in the value, latent 16.
-# Nine tokens at once, then three one at a time. Allowed: 1e-5 of the largest output, ten times what float32 strays.
+# `fixtures/ops/mla` was computed by PyTorch's own attention in float64: three heads, 12 + 4 dims in the key, 10 in the
+# value, latent 16. Nine tokens at once, then three one at a time. Allowed: 1e-5 of the largest output, ten times what
+# float32 strays.
 
 # %%
 fixture = load_file(ROOT / "fixtures/ops/mla.safetensors")
-names = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "g_proj", "o_proj")
+names = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "g_proj",
+         "o_proj")
 weights = {name: fixture[name] for name in names}
 dims = dict(heads=3, nope=12, rope=4, v_dim=10)
 x, truth = fixture["x"], np.concatenate([fixture["y_prefill"], fixture["y_steps"]])
@@ -154,7 +164,8 @@ assert off(mla64(weights, x, **dims)) < TOLERANCE
 # %% [markdown]
 # ## 3.1.3 Absorb: move the matrix to the other side
 #
-# Keys and values are linear in $c$, so the matrix can act on the query and on the result instead. Nothing per head is stored.
+# Keys and values are linear in $c$, so the matrix can act on the query and on the result instead. Nothing per head is
+# stored.
 #
 # $$q^n \cdot (W_{uk} c) = (W_{uk}^\top q^n)\cdot c, \qquad \sum_p w_p\,(W_{uv} c_p) = W_{uv} \sum_p w_p\, c_p$$
 
@@ -178,21 +189,24 @@ some_q, some_cache, some_w = rng.normal(size=(5, 3, 16)), rng.normal(size=(12, 2
 kv = (some_cache[:, :16] @ some_w.T).reshape(12, 3, 22)
 keys = np.concatenate([kv[..., :12], np.broadcast_to(some_cache[:, None, 16:], (12, 3, 4))], -1)
 whole_q = np.concatenate([np.zeros((7, 3, 16)), some_q])
-same = off(absorbed64(some_w, some_q, some_cache, 7, 10), attention64(whole_q, keys, kv[..., 12:], 16 ** -.5)[0][7:]) < 1e-12
+expanded = attention64(whole_q, keys, kv[..., 12:], 16 ** -.5)[0][7:]
+same = off(absorbed64(some_w, some_q, some_cache, 7, 10), expanded) < 1e-12
 print("absorbed equals expanded to 1e-12:", same)
 assert same
 
 # %% [markdown]
-# What it buys and what it costs, for K3's shape in float32. Memory falls 43 times; arithmetic per position and head rises 3.4 times,
-# because keys of 192 numbers and values of 128 become 576 and 512.
+# What it buys and what it costs, for K3's shape in float32. Memory falls 43 times; arithmetic per position and head
+# rises 3.4 times, because keys of 192 numbers and values of 128 become 576 and 512.
 
 # %%
 heads, nope, rope, v_dim, latent, layers = 96, 128, 64, 128, 512, 24
-per_position = {"keys and values": 4 * layers * (heads * (nope + v_dim) + rope), "latent": 4 * layers * (latent + rope)}
+per_position = {"keys and values": 4 * layers * (heads * (nope + v_dim) + rope),
+                "latent": 4 * layers * (latent + rope)}
 for name, nbytes in per_position.items():
     print(f"{name:16} {nbytes:>9,} bytes a position, {nbytes * 4096 / 1e9:6.2f} GB at 4,096 positions")
 expanded_fma, absorbed_fma = nope + rope + v_dim, latent + rope + latent
-print(f"multiply-adds a position and head: {expanded_fma} expanded, {absorbed_fma} absorbed: {absorbed_fma / expanded_fma:.1f} times")
+print(f"multiply-adds a position and head: {expanded_fma} expanded, {absorbed_fma} absorbed: "
+      f"{absorbed_fma / expanded_fma:.1f} times")
 print(f"memory: {per_position['keys and values'] / per_position['latent']:.0f} times less")
 assert per_position["latent"] == 55296
 
@@ -201,7 +215,7 @@ context = 2.0 ** np.arange(8, 18)
 fig, ax = plt.subplots()
 for (name, nbytes), style in zip(per_position.items(), ("o-", "s-")):
     ax.loglog(context, context * nbytes / 1e9, style, ms=3, label=name)
-kda_state = 69 * 4 * (heads * 128 * 128 + 3 * heads * 128 * 3)  # one matrix a head, three past inputs of 3 x 12,288 channels
+kda_state = 69 * 4 * (heads * 128 * 128 + 3 * heads * 128 * 3)  # a matrix a head, 3 past inputs of 3 x 12,288 channels
 ax.axhline(kda_state / 1e9, ls="--", lw=.8, color="C5", label="state of the 69 KDA layers, any length")
 ax.set(xlabel="positions", ylabel="cache, GB", xlim=(200, 2e5),
        title=f"The latent cache passes the KDA state only at {kda_state / per_position['latent']:,.0f} positions")
@@ -212,12 +226,15 @@ plt.show()
 # %% [markdown]
 # ## 3.1.4 Softmax in one pass
 #
-# A plain softmax wants all scores before the first weight, 101 MB of them for 64 tokens at 4,096 positions. Instead keep, per query, the
-# maximum so far $m$, the sum $l$ and the context $u$; a new tile of scores $s_j$ that raises the maximum to $m'$ shrinks the past:
+# A plain softmax wants all scores before the first weight, 101 MB of them for 64 tokens at 4,096 positions. Instead
+# keep, per query, the maximum so far $m$, the sum $l$ and the context $u$; a new tile of scores $s_j$ that raises the
+# maximum to $m'$ shrinks the past:
 #
-# $$l \leftarrow l\,e^{m-m'} + \sum_j e^{s_j - m'},\qquad u \leftarrow u\,e^{m-m'} + \sum_j e^{s_j-m'}\,c_j,\qquad \text{result } u/l$$
+# $$l \leftarrow l\,e^{m-m'} + \sum_j e^{s_j - m'},\qquad
+# u \leftarrow u\,e^{m-m'} + \sum_j e^{s_j-m'}\,c_j,\qquad \text{result } u/l$$
 #
-# By hand, tiles of one position, scores $0, \ln 2, \ln 4$ and $c = 7, 7, 14$: the weights are $1, 2, 4$ over 7, so the result is 11.
+# By hand, tiles of one position, scores $0, \ln 2, \ln 4$ and $c = 7, 7, 14$: the weights are $1, 2, 4$ over 7, so the
+# result is 11.
 
 # %%
 def one_pass(s, c, tile):
@@ -236,8 +253,8 @@ print(f"scores of 96 heads, 64 tokens, 4,096 positions: {96 * 64 * 4096 * 4 / 1e
 print("result", round(one_pass(np.log([1., 2, 4]), np.array([7., 7, 14]), 1), 6))
 
 # %% [markdown]
-# A tile ends where the *position* says so, at multiples of 64 from position 0. If it started with the chunk instead, the same token would
-# round differently in a prompt of 9 and in 9 steps. Same mathematics, other bits:
+# A tile ends where the *position* says so, at multiples of 64 from position 0. If it started with the chunk instead,
+# the same token would round differently in a prompt of 9 and in 9 steps. Same mathematics, other bits:
 
 # %%
 s32, c32 = rng.normal(0, 3, 200).astype(np.float32), rng.normal(size=200).astype(np.float32)
@@ -263,42 +280,71 @@ assert apart < 1e-5 and not all(o == by_position for o in others)
 
 
 # %% [markdown]
-# ## 3.1.5 The kernel, piece by piece
+# ## 3.1.5 The kernel, part by part
 #
-# A query in work has a row of scratch: `[ W_uk^T q^n | q^r ]`, then its context $u$, then $m$ and $l$. The absorbed query grows
-# key row by key row, in order. The scale goes in here, once, instead of into every score.
+# The kernel works on *items*: up to 16 heads, and up to eight tokens at a time. Each query of an item has a row of
+# scratch memory: `[ W_uk^T q^n | q^r ]`, then its context $u$, then $m$ and $l$. The parts below take an item's arrays
+# and numbers as one tuple.
+
+# %% tags=["export"]
+CACHE_TILE = 64  # cache rows between two updates of the maximum, counted from position 0
+
+
+class Item(NamedTuple):
+    "The arrays of one item. Query r belongs to the token at position + r // heads and to head r % heads."
+
+    cache: np.ndarray  # float32 [capacity, latent + rope]
+    latent: int  # numbers of a cache row that make up the context
+    position: int  # of the first token
+    heads: int  # queries of each token
+    work: np.ndarray  # float32 [queries, pitch]: absorbed query, then context, then (last two) maximum and sum
+    context: int  # column of `work` at which the context begins
+    scores: np.ndarray  # float32 [4, CACHE_TILE]: scratch
+
+
+# %% [markdown]
+# The absorbed query grows key row by key row, in order. The scale goes in here, once, instead of into every score.
+# While the query grows it lies where the context will be, because loads and stores of sixteen numbers need the padding
+# that only the context has.
 
 # %% tags=["export"]
 @inner
-def _start(w, i, latent, x, nope, scale, row, o):
-    """row[:width] = scale * [W_uk^T x[:nope] | x[nope:]], the key rows begin at w[i]. What follows from row[o] on, context,
-    maximum and sum, is set to zero, -infinity and zero."""
+def _start(w, i, latent, x, nope, row, context):
+    """row[:width] = [W_uk^T x[:nope] | x[nope:]] / sqrt(x.size); W_uk is the `nope` rows of kv_b from w[i] on.
+
+    Sets the context, row[context:-2], to zero, the maximum to -infinity and the sum to zero.
+    """
+    scale = _ONE / np.sqrt(np.float32(x.size))
     whole = latent - latent % 16
-    for m in range(o, row.size):
+    for m in range(context, row.size):
         row[m] = _ZERO
     for n in range(nope):
-        v, at = splat16(x[n]), i + n * latent
+        at, v = i + n * latent, splat16(x[n])
         for m in range(0, whole, 16):
-            store16(row, o + m, fma16(load16(w, at + m), v, load16(row, o + m)))
+            store16(row, context + m, fma16(load16(w, at + m), v, load16(row, context + m)))
         if whole < latent:
-            store16(row, o + whole, fma16(load16_part(w, at + whole, latent - whole), v, load16(row, o + whole)))
+            part = load16_part(w, at + whole, latent - whole)
+            store16(row, context + whole, fma16(part, v, load16(row, context + whole)))
     for m in range(latent):
-        row[m], row[o + m] = scale * row[o + m], _ZERO
+        row[m], row[context + m] = scale * row[context + m], _ZERO
     for m in range(nope, x.size):
         row[latent + m - nope] = scale * x[m]
     row[row.size - 2] = _LOWEST
 
 
 # %% [markdown]
-# The one-pass softmax for one query and one tile. Weights under $e^{-60}$ become 0: against a sum of at least 1 they are far below
-# float32's last bit. 3.1.8 shows why this is more than tidiness. A NaN score fails every comparison and stays NaN, to be found by whoever looks.
+# The one-pass softmax for one query and one tile. Weights under $e^{-60}$ become 0: against a sum of at least 1 they
+# are far below float32's last bit. 3.1.8 shows that this also saves time. A NaN score fails every comparison, so it
+# stays NaN and is found in the output. A score of $-\infty$ would leave no trace but a weight of 0, so it makes the sum
+# NaN.
 
 # %% tags=["export"]
 @inner
-def _softmax_tile(s, m, l):
-    """Scores s -> e^(s - new maximum), in place, 0 below e^-60. Returns (new maximum, new sum, what the past shrinks by).
+def softmax_tile(s, m, l):
+    """Replace the scores `s` float32 [n] by e^(s - new maximum), or by 0 where that is below e^-60.
 
-    The sum is NaN if a score was not finite: of one that is -infinity a weight of 0 would be the only trace.
+    `m` and `l` are the maximum and the sum before this tile. Returns (new maximum, new sum, factor by which the context
+    before this tile shrinks). The new sum is NaN if a score is -infinity or NaN.
     """
     top, low = m, _ONE
     for p in range(s.size):
@@ -318,173 +364,222 @@ def _softmax_tile(s, m, l):
 
 
 # %% [markdown]
-# The context adds cache rows in the order of their positions, each lane on its own, so any grouping gives the same bits. Four queries
-# share every cache row: eight accumulators stay in registers while the tile passes.
+# The context adds cache rows in the order of their positions, each lane on its own, so any grouping gives the same
+# bits. Four queries share every cache row: eight accumulators stay in registers while the tile is read.
 
 # %% tags=["export"]
 @inner
-def load4(w, i, k):
-    "Sixteen elements of each of four rows of length k."
-    return load16(w, i), load16(w, i + k), load16(w, i + 2 * k), load16(w, i + 3 * k)
+def _load4(rows, i, m):
+    "rows[i + r, m:m+16] for r = 0 .. 3."
+    return load16(rows[i], m), load16(rows[i + 1], m), load16(rows[i + 2], m), load16(rows[i + 3], m)
 
 
 @inner
-def fma4(w, v, acc):
-    return fma16(w[0], v, acc[0]), fma16(w[1], v, acc[1]), fma16(w[2], v, acc[2]), fma16(w[3], v, acc[3])
+def _store4(rows, i, m, v):
+    "rows[i + r, m:m+16] = v[r] for r = 0 .. 3."
+    store16(rows[i], m, v[0])
+    store16(rows[i + 1], m, v[1])
+    store16(rows[i + 2], m, v[2])
+    store16(rows[i + 3], m, v[3])
 
 
 @inner
-def _context4(c, i, n, width, s, work, j, pitch):
-    "32 lanes of four contexts, work[j + r*pitch:] += sum over n cache rows of s[r, p] * row p, positions in order."
-    a, b = load4(work, j, pitch), load4(work, j + 16, pitch)
+def _fma4(a, v, acc):
+    return fma16(a[0], v, acc[0]), fma16(a[1], v, acc[1]), fma16(a[2], v, acc[2]), fma16(a[3], v, acc[3])
+
+
+# %% tags=["export"]
+@inner
+def _context4(item, start, n, g, m):
+    "Lanes m .. m+32 of the contexts of queries g .. g+4: add weight times row for `n` cache rows from `start` on."
+    cache, work, s, u = item.cache, item.work, item.scores, item.context + m
+    a, b = _load4(work, g, u), _load4(work, g, u + 16)
     for p in range(n):
-        weights = splat16(s[0, p]), splat16(s[1, p]), splat16(s[2, p]), splat16(s[3, p])
-        a = fma4(weights, load16(c, i + p * width), a)
-        b = fma4(weights, load16(c, i + p * width + 16), b)
-    for at, v in ((j, a), (j + 16, b)):
-        store16(work, at, v[0])
-        store16(work, at + pitch, v[1])
-        store16(work, at + 2 * pitch, v[2])
-        store16(work, at + 3 * pitch, v[3])
+        row, weights = cache[start + p], (splat16(s[0, p]), splat16(s[1, p]), splat16(s[2, p]), splat16(s[3, p]))
+        a = _fma4(weights, load16(row, m), a)
+        b = _fma4(weights, load16(row, m + 16), b)
+    _store4(work, g, u, a)
+    _store4(work, g, u + 16, b)
 
 
 @inner
-def _context1(c, i, width, weights, work, j, m, latent):
-    "Lanes m..latent of one context, work[j:] += sum over cache rows of weights[p] * row p, positions in order."
-    while m < latent:
-        a = load16(work, j + m)
+def _context1(cache, start, weights, context, m, end):
+    "Lanes m .. end of one context: add weight times row for the cache rows from `start` on, one for each weight."
+    while m < end:
+        a = load16(context, m)
         for p in range(weights.size):
-            at = i + p * width + m
-            a = fma16(splat16(weights[p]), load16(c, at) if m + 16 <= latent else load16_part(c, at, latent - m), a)
-        store16(work, j + m, a)
+            row = cache[start + p]
+            a = fma16(splat16(weights[p]), load16(row, m) if m + 16 <= end else load16_part(row, m, end - m), a)
+        store16(context, m, a)
         m += 16
 
 
 # %% [markdown]
-# Scores are a matrix product with the cache as the weights: each row is stored once and meets every head's query, as a row of $W$ meets every
-# token. So it is chapter 1.4's kernel, four rows by four queries: a cache row is loaded once for four heads, and no dot product sees its neighbours.
+# Scores are a matrix product with the cache as the weights: each row is stored once and meets every head's query, as a
+# row of $W$ meets every token. So it is the product of chapter 1.4, four rows by four queries: a cache row is loaded
+# once for four heads, and no dot product depends on its neighbours.
 #
-# The four may be heads of one token, which see the same positions, or reach into the next token, which sees one more: what all four see
-# is done together, the rest one by one.
+# The four queries may be heads of one token, which see the same positions, or reach into the next token, which sees one
+# more. The positions that all four see are done together, the others one by one.
 
 # %% tags=["export"]
 @inner
-def _visit(c, start, pos, heads, width, latent, work, o, pitch, s, g, rows):
-    """Queries g..g+rows, at most four, meet the tile of cache rows from `start`; maxima, sums and contexts move on.
+def _seen(item, r, start):
+    "How many rows of the tile of cache rows from `start` on query r sees: those up to its own position."
+    return max(0, min(CACHE_TILE, item.position + r // item.heads + 1 - start))
 
-    Query r is of the token at pos + r // heads and sees positions up to its own.
+
+@inner
+def _visit(item, start, g, count):
+    """Queries g .. g+count, at most four, meet the tile of cache rows from `start` on.
+
+    Their scores are computed; their maxima, sums and contexts are updated.
     """
-    i, j, cache, queries = start * width, g * pitch, c.reshape(-1, width), work.reshape(-1, pitch)
-    common = max(0, min(TILE, pos + g // heads + 1 - start)) if rows == 4 else 0
+    cache, latent, work, s = item.cache, item.latent, item.work, item.scores
+    common = _seen(item, g, start) if count == 4 else 0
     fours = common - common % 4
     paired = latent - latent % 32 if common else 0
     for p in range(0, fours, 4):
-        row = start + p
-        products(cache, (row, row + 1, row + 2, row + 3), queries, (g, g + 1, g + 2, g + 3), 0, s, (0, p))
-    for r in range(rows):
-        n = max(0, min(TILE, pos + (g + r) // heads + 1 - start))
+        i = start + p
+        products(cache, (i, i + 1, i + 2, i + 3), work, (g, g + 1, g + 2, g + 3), 0, s, (0, p))
+    for r in range(count):
+        n, row = _seen(item, g + r, start), work[g + r]
         for p in range(fours, n):
-            products(cache, (start + p,), queries, (g + r,), 0, s, (r, p))
+            products(cache, (start + p,), work, (g + r,), 0, s, (r, p))
         if n:
-            end = j + (r + 1) * pitch
-            work[end - 2], work[end - 1], shrink = _softmax_tile(s[r, :n], work[end - 2], work[end - 1])
+            m, l = row.size - 2, row.size - 1
+            row[m], row[l], shrink = softmax_tile(s[r, :n], row[m], row[l])
             if shrink != _ONE:
-                for m in range(j + r * pitch + o, j + r * pitch + o + latent):
-                    work[m] *= shrink
+                for i in range(item.context, item.context + latent):
+                    row[i] *= shrink
     for m in range(0, paired, 32):
-        _context4(c, i + m, common, width, s, work, j + o + m, pitch)
-    for r in range(rows):
-        n = max(0, min(TILE, pos + (g + r) // heads + 1 - start))
-        _context1(c, i + common * width, width, s[r, common:n], work, j + r * pitch + o, 0, paired)
-        _context1(c, i, width, s[r, :n], work, j + r * pitch + o, paired, latent)
+        _context4(item, start, common, g, m)
+    for r in range(count):
+        n, context = _seen(item, g + r, start), work[g + r, item.context:]
+        _context1(cache, start + common, s[r, common:n], context, 0, paired)
+        _context1(cache, start, s[r, :n], context, paired, latent)
 
 
 # %% [markdown]
-# The value rows read the finished context, and the division by $l$ comes last: 128 divisions a head instead of one for every position.
+# The value rows read the finished context, and the division by $l$ comes last: 128 divisions a head instead of one for
+# every position.
+
+# %% tags=["export"]
+class HeadBlock(NamedTuple):
+    "What the kernel reads and writes for one row block of kv_b_proj. Threads share its items of `span` heads."
+
+    kv_b: np.ndarray  # uint16 or float32 [rows, latent]: for each head its nope key rows, then its v_dim value rows
+    first: int  # number of the block's first head
+    span: int  # heads of an item
+    q: np.ndarray  # float32 [T, heads, nope + rope]
+    cache: np.ndarray  # float32 [capacity, latent + rope]
+    position: int  # of the first token
+    v_dim: int
+    work: np.ndarray  # float32 [items, queries of an item, pitch]: scratch
+    scores: np.ndarray  # float32 [items, 4, CACHE_TILE]: scratch
+    out: np.ndarray  # float32 [T, heads * v_dim]: written
+
 
 # %% tags=["export"]
 @inner
-def _value(w, i, latent, work, j, total, out, t, first, v):
-    "out[t, first:first+v] = W_uv work[j:] / total; the value rows begin at w[i]."
-    whole, row, matrix, context = v - v % 4, i // latent, w.reshape(-1, latent), work.reshape(1, -1)
+def _value(block, item, r, value_row, out, column):
+    "out[column:column+v_dim] of query r's token = W_uv u / l; W_uv is the v_dim rows of kv_b from `value_row` on."
+    kv_b, work, t, v = block.kv_b, item.work, r // item.heads, block.v_dim
+    whole = v - v % 4
     for n in range(0, whole, 4):
-        products(matrix, (row + n, row + n + 1, row + n + 2, row + n + 3), context, (0,), j, out, (t, first + n))
+        i = value_row + n
+        products(kv_b, (i, i + 1, i + 2, i + 3), work, (r,), item.context, out, (t, column + n))
     for n in range(whole, v):
-        products(matrix, (row + n,), context, (0,), j, out, (t, first + n))
-    for n in range(first, first + v):
+        products(kv_b, (value_row + n,), work, (r,), item.context, out, (t, column + n))
+    total = work[r, work.shape[1] - 1]
+    for n in range(column, column + v):
         out[t, n] /= total
 
 
 # %% [markdown]
-# `kv_b_proj` arrives as blocks of whole heads and goes by once. If it has readers (chapter 5.13), each attends with the heads it has read; a
-# resident one is cut into items, which threads draw. An item of work is up to 16 heads: start their queries, walk the cache once,
-# read the values. A tile (64 rows of 2,304 bytes) stays in the core's cache while all the item's queries visit it. A long chunk
-# is taken eight tokens at a time, so that scratch never grows with the chunk or the context.
+# An item starts its queries, reads the cache once, and reads the values. A tile (64 rows of 2,304 bytes) stays in the
+# core's cache while all the item's queries visit it. A long chunk is taken eight tokens at a time, so that scratch
+# memory grows neither with the chunk nor with the context.
 
 # %% tags=["export"]
-@kernel
-def _attend(items, span, kv_b, first, x, cache, pos, v, work, s, out, drawn):
-    "Items of heads item*span .. (item+1)*span of the block, as drawn; work and s have scratch for each."
-    latent, width, pitch = kv_b.shape[1], cache.shape[1], work.shape[2]
-    nope, o = x.shape[2] - (width - latent), (width + 15) // 16 * 16
+TOKENS_AT_ONCE = 8  # tokens whose queries and contexts an item holds at once
+
+
+@inner
+def _attend_item(block, number, first_token):
+    "Item `number` of the block: its heads attend for up to TOKENS_AT_ONCE tokens from `first_token` on."
+    kv_b, q, v = block.kv_b, block.q, block.v_dim
+    latent, width = kv_b.shape[1], block.cache.shape[1]
+    nope, position = q.shape[2] - (width - latent), block.position + first_token
     each = nope + v
-    scale = _ONE / np.sqrt(np.float32(x.shape[2]))
-    w, c = kv_b.reshape(-1), cache.reshape(-1)
+    h = number * block.span
+    heads = min(block.span, kv_b.shape[0] // each - h)
+    tokens = min(TOKENS_AT_ONCE, q.shape[0] - first_token)
+    w, context = kv_b.reshape(-1), (width + 15) // 16 * 16
+    item = Item(block.cache, latent, position, heads, block.work[number], context, block.scores[number])
+    for r in range(tokens * heads):
+        head, t = h + r % heads, first_token + r // heads
+        _start(w, head * each * latent, latent, q[t, block.first + head], nope, item.work[r], context)
+    for start in range(0, position + tokens, CACHE_TILE):
+        for g in range(0, tokens * heads, 4):
+            _visit(item, start, g, min(4, tokens * heads - g))
+    out = block.out[first_token:]
+    for r in range(tokens * heads):
+        head = h + r % heads
+        _value(block, item, r, head * each + nope, out, (block.first + head) * v)
+
+
+@kernel
+def _attend(items, block, cursor):
     while True:
-        begin, end = next_chunk(drawn, items)
+        begin, end = next_chunk(cursor, items)
         if begin >= items:
             return
-        for item in range(begin, end):
-            h, flat = item * span, work[item].reshape(-1)
-            heads = min(span, kv_b.shape[0] // each - h)
-            for t in range(0, x.shape[0], SLICE):
-                tokens = min(SLICE, x.shape[0] - t)
-                rows = tokens * heads
-                for r in range(rows):
-                    head = h + r % heads
-                    _start(w, head * each * latent, latent, x[t + r // heads, first + head], nope, scale, work[item, r], o)
-                for start in range(0, pos + t + tokens, TILE):
-                    for g in range(0, rows, 4):
-                        _visit(c, start, pos + t, heads, width, latent, flat, o, pitch, s[item], g, min(4, rows - g))
-                for r in range(rows):
-                    head = h + r % heads
-                    _value(w, (head * each + nope) * latent, latent, flat, r * pitch + o, flat[(r + 1) * pitch - 1],
-                           out, t + r // heads, (first + head) * v, v)
-        chunk_done(drawn, begin, end)
+        for number in range(begin, end):
+            for first_token in range(0, block.q.shape[0], TOKENS_AT_ONCE):
+                _attend_item(block, number, first_token)
+        chunk_done(cursor, begin, end)
 
 
-def attend(kv_b, q, cache, pos, v):
-    """Causal attention on the latent cache, float32 [T, heads*v], of queries `q` float32 [T, heads, nope+rope] at pos .. pos+T-1.
+# %% [markdown]
+# `kv_b_proj` comes in blocks of whole heads, each once. A matrix in memory is one block, and threads share its items. A
+# matrix that is read from disk (chapter 5.13) has a block for each read: the thread that has read a block attends with
+# its heads.
 
-    `kv_b` is the matrix kv_b_proj, per head its nope key rows, then its v value rows; it is taken once, in blocks of whole
-    heads, by .blocks(), or by .share(work, threads) if it has readers that do the work on what they have read. `cache` float32
-    [capacity, latent+rope] holds [c | r] of all positions up to pos+T-1. The bits of a head and token depend on nothing but
-    that head, that token and the cache before it. Raises ValueError where shapes do not fit, NotFinite where a score or a value
-    is infinite or NaN.
+# %% tags=["export"]
+def attend(kv_b: Matrix, q: np.ndarray, cache: np.ndarray, position: int, v_dim: int, threads: int) -> np.ndarray:
+    """Causal attention on the latent cache, float32 [T, heads * v_dim].
+
+    `q` float32 [T, heads, nope + rope]: the queries of the tokens at `position` .. position+T-1. `kv_b`: the matrix
+    kv_b_proj [heads * (nope + v_dim), latent], for each head its nope key rows, then its v_dim value rows. Its
+    map_blocks is called once, and every block must hold whole heads. `cache` float32 [capacity, latent + rope] holds
+    [c | r] of all positions up to position+T-1.
+
+    The bits of a head and token depend on that head, that token and the cache up to it, and on nothing else. Raises
+    ValueError where shapes do not fit, NotFinite where a score or a value is infinite or NaN.
     """
     T, heads, d = q.shape
     latent, width = kv_b.shape[1], cache.shape[1]
-    each = d - (width - latent) + v
-    if kv_b.shape[0] != heads * each or not latent <= width <= latent + d or not 0 <= pos <= len(cache) - T:
-        raise ValueError(f"attend: queries {q.shape} at position {pos}, cache {cache.shape}, kv_b_proj {kv_b.shape} and values of {v} do not fit")
+    each = d - (width - latent) + v_dim
+    if kv_b.shape[0] != heads * each or not latent <= width <= latent + d or not 0 <= position <= len(cache) - T:
+        raise ValueError(f"attend: queries {q.shape} at position {position}, cache {cache.shape}, "
+                         f"kv_b_proj {kv_b.shape} and values of {v_dim} do not fit")
     pitch = -(-width // 16) * 16 + -(-latent // 16) * 16 + 16
-    out = np.empty((T, heads * v), np.float32)
+    out = np.empty((T, heads * v_dim), np.float32)
 
-    def some_heads(first, rows, threads=1):
+    def work(first_row, rows, threads):
         if len(rows) % each:
             raise ValueError(f"attend: a block of kv_b_proj has {len(rows)} rows, expected whole heads of {each}")
         here = len(rows) // each
+        threads = threads_for(T * len(rows) * latent + 2 * T * here * (position + T) * width, threads)
         span = min(16, 4 * -(-here // (4 * threads)))
         items = -(-here // span)
-        work, s = line_aligned((items, min(T, SLICE) * span, pitch)), line_aligned((items, 4, TILE))
-        parallel_for(threads, items, _attend, span, rows, first // each, q, cache, pos, v, work, s, out)
+        scratch = line_aligned((items, min(T, TOKENS_AT_ONCE) * span, pitch)), line_aligned((items, 4, CACHE_TILE))
+        block = HeadBlock(rows, first_row // each, span, q, cache, position, v_dim, *scratch, out)
+        parallel_for(threads, items, _attend, block)
 
-    def block(first, rows, threads):
-        macs = T * len(rows) * latent + 2 * T * len(rows) // each * (pos + T) * width
-        some_heads(first, rows, threads_for(macs, threads))
-
-    kv_b.map_blocks(block, CORES)
-    check_product(out, q, lambda r: (r // v * each, (r // v + 1) * each))
+    kv_b.map_blocks(work, threads)
+    check_product(out, q, lambda r: (r // v_dim * each, (r // v_dim + 1) * each))
     return out
 
 
@@ -495,7 +590,7 @@ def attend(kv_b, q, cache, pos, v):
 hand_w = np.concatenate([W_uk, W_uv]).astype(np.float32)
 hand_q = np.array([[[2, 0, 1, q_r]]], np.float32)
 hand_cache = np.array([[1, 0, 0], [0, 1, 1]], np.float32)
-hand = np.concatenate([attend(ResidentMatrix(hand_w), hand_q, hand_cache, pos, 2) for pos in (0, 1)])
+hand = np.concatenate([attend(ResidentMatrix(hand_w), hand_q, hand_cache, pos, 2, CORES) for pos in (0, 1)])
 print(hand.round(5).tolist())
 assert np.allclose(hand, [[4, 0], [3, 2]], atol=1e-6)
 
@@ -506,8 +601,9 @@ assert np.allclose(hand, [[4, 0], [3, 2]], atol=1e-6)
 # %%
 def case(heads, nope, rope, v_dim, latent, T, pos, hot=1.0):
     "Random (kv_b, q, cache) of a shape."
-    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
-    return draw(heads * (nope + v_dim), latent) / np.float32(latent ** .5), draw(T, heads, nope + rope) * np.float32(hot), draw(pos + T, latent + rope)
+    shapes = (heads * (nope + v_dim), latent), (T, heads, nope + rope), (pos + T, latent + rope)
+    kv_b, q, cache = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    return kv_b / np.float32(latent ** .5), q * np.float32(hot), cache
 
 
 def to_bf16(a):
@@ -515,54 +611,84 @@ def to_bf16(a):
     return (a.view(np.uint32) >> 16).astype(np.uint16)
 
 
-for heads_, nope_, rope_, v_, latent_, T, pos, hot in ((5, 7, 3, 9, 50, 11, 130, 1), (4, 16, 4, 8, 96, 9, 60, 1), (1, 12, 0, 4, 33, 70, 5, 1),
-                                                       (6, 128, 64, 128, 512, 3, 200, 1), (3, 16, 8, 6, 48, 20, 300, 100)):
+for shape in ((5, 7, 3, 9, 50, 11, 130, 1), (4, 16, 4, 8, 96, 9, 60, 1), (1, 12, 0, 4, 33, 70, 5, 1),
+              (6, 128, 64, 128, 512, 3, 200, 1), (3, 16, 8, 6, 48, 20, 300, 100)):
+    heads_, nope_, rope_, v_, latent_, T, pos, hot = shape
     w, q, rows = case(heads_, nope_, rope_, v_, latent_, T, pos, hot)
     bits = to_bf16(w)
     for kind, matrix, exact in (("float32", w, w), ("bf16", bits, bf16_to_float32(bits))):
-        y, expected = attend(ResidentMatrix(matrix), q, rows, pos, v_), absorbed64(exact, q, rows, pos, v_)
+        y, expected = attend(ResidentMatrix(matrix), q, rows, pos, v_, CORES), absorbed64(exact, q, rows, pos, v_)
         far = off(y.reshape(expected.shape), expected)
         assert np.isfinite(y).all() and far < (1e-4 if hot > 1 else TOLERANCE), (heads_, kind, far)
-    print(f"{heads_} heads, key {nope_}+{rope_}, value {v_}, latent {latent_}, {pos}+{T} positions, scores x{hot}: fits")
+    print(f"{heads_} heads, key {nope_}+{rope_}, value {v_}, latent {latent_}, "
+          f"{pos}+{T} positions, scores x{hot}: fits")
 
 
 # %% [markdown]
-# The hot case is allowed 1e-4: a score near 1,000 carries the absolute error of float32 there, and $e^s$ turns it into a relative one.
+# The hot case is allowed 1e-4: a score near 1,000 carries the absolute error of float32 there, and $e^s$ turns it into
+# a relative one.
 #
 # ## 3.1.6 The layer
 #
-# Projections in, cache row out, attention, gate, projection back. The two latent norms use 1e-6 whatever `rms_norm_eps` says: the
-# reference class's default, which the config does not mention.
+# Projections in, cache row out, attention, gate, projection back. The two latent norms use 1e-6 whatever `rms_norm_eps`
+# says: the reference class's default, which the config does not mention.
+
+# %% tags=["export"]
+LATENT_EPS = 1e-6  # epsilon of the two latent norms: the reference class's default, not the config's rms_norm_eps
+
+
+class MLAShape(NamedTuple):
+    "The numbers of an MLA layer. They are the same in all MLA layers of a model."
+
+    heads: int  # 96 in K3
+    nope: int  # key numbers a head has for itself, qk_nope_head_dim: 128
+    rope: int  # extra key numbers that all heads share, qk_rope_head_dim: 64
+    v_dim: int  # width of a head's value, v_head_dim: 128
+    latent: int  # width of the latent, kv_lora_rank: 512
+    latent_eps: float = LATENT_EPS
+
+    @property
+    def cache_width(self) -> int:
+        "Numbers of a position in the cache."
+        return self.latent + self.rope
+
+
+def mla_cache(shape: MLAShape, capacity: int) -> np.ndarray:
+    "The latent KV cache of one layer before the first token: zeros, float32 [capacity, cache_width]."
+    return np.zeros((capacity, shape.cache_width), np.float32)
+
 
 # %% tags=["export"]
 @kernel
 def _gate(o, g):
+    "o *= sigmoid(g)."
     for t in range(o.shape[0]):
         for i in range(o.shape[1]):
             o[t, i] *= sigmoid(g[t, i])
 
 
-MLA_ORDER = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "g_proj", "o_proj")
+def mla_layer(W: LayerWeights, x: np.ndarray, cache: np.ndarray, position: int, shape: MLAShape,
+              threads: int) -> np.ndarray:
+    """The attention of one layer for the T >= 1 tokens at `position` .. position+T-1, float32 [T, H].
 
-
-def mla_layer(W, x, cache, pos, heads, nope, rope, v_dim, eps_latent=1e-6):
-    """One layer's attention, float32 [T, H], for normed input `x` float32 [T, H] at positions pos .. pos+T-1, T >= 1.
-
-    `W` maps each name of MLA_ORDER to a matrix or a float32 vector; each is taken once, in that order. `cache` float32
-    [capacity, kv_lora+rope] holds the rows before `pos` and receives [normed latent | extra dims] of `x`. Any cut of the
-    tokens into calls gives the same bits. `eps_latent` is the epsilon of the two latent norms.
+    `x` float32 [T, H] is the layer's normed input. `W` has the short names that `tensors` lists for "mla"; each is
+    taken once, in that order. `cache` float32 [capacity, latent + rope] holds the rows before `position`; the call
+    writes [normed latent | extra dims] of `x` to the next T rows. Calls with the same tokens, however cut, give the
+    same bits, and so does any number of `threads`. Raises ValueError where shapes do not fit, NotFinite where a number
+    is infinite or NaN.
     """
-    T, latent = len(x), cache.shape[1] - rope
-    if pos + T > len(cache):
-        raise ValueError(f"mla_layer: positions {pos} to {pos + T - 1} do not fit a cache of {len(cache)}")
-    low = rms_norm(linear(W["q_a_proj"], x), W["q_a_layernorm"], eps_latent)
-    q = linear(W["q_b_proj"], low).reshape(T, heads, nope + rope)
-    kv = linear(W["kv_a_proj_with_mqa"], x)
-    cache[pos:pos + T, :latent] = rms_norm(np.ascontiguousarray(kv[:, :latent]), W["kv_a_layernorm"], eps_latent)
-    cache[pos:pos + T, latent:] = kv[:, latent:]
-    o = attend(W["kv_b_proj"], q, cache, pos, v_dim)
-    _gate(o, linear(W["g_proj"], x))
-    return linear(W["o_proj"], o)
+    T, latent = len(x), shape.latent
+    if position + T > len(cache):
+        raise ValueError(f"mla_layer: positions {position} to {position + T - 1} do not fit a cache of {len(cache)}")
+    low = rms_norm(linear(W["q_a_proj"], x, threads), W["q_a_layernorm"], shape.latent_eps)
+    q = linear(W["q_b_proj"], low, threads).reshape(T, shape.heads, shape.nope + shape.rope)
+    kv = linear(W["kv_a_proj_with_mqa"], x, threads)
+    rows = cache[position:position + T]
+    rows[:, :latent] = rms_norm(np.ascontiguousarray(kv[:, :latent]), W["kv_a_layernorm"], shape.latent_eps)
+    rows[:, latent:] = kv[:, latent:]
+    o = attend(W["kv_b_proj"], q, cache, position, shape.v_dim, threads)
+    _gate(o, linear(W["g_proj"], x, threads))
+    return linear(W["o_proj"], o, threads)
 
 
 # %% [markdown]
@@ -570,13 +696,14 @@ def mla_layer(W, x, cache, pos, heads, nope, rope, v_dim, eps_latent=1e-6):
 
 # %%
 matrices = {name: ResidentMatrix(w) if w.ndim == 2 else w for name, w in weights.items()}
+shape = MLAShape(**dims, latent=16)
 
 
 def run(cuts):
     "The layer over the fixture's twelve tokens, cut as `cuts` says: (output, cache)."
-    cache, out, pos = np.zeros((12, 20), np.float32), [], 0
+    cache, out, pos = mla_cache(shape, 12), [], 0
     for T in cuts:
-        out.append(mla_layer(matrices, x[pos:pos + T], cache, pos, **dims))
+        out.append(mla_layer(matrices, x[pos:pos + T], cache, pos, shape, CORES))
         pos += T
     return np.concatenate(out), cache
 
@@ -589,21 +716,22 @@ for name, found, expected in (("output", y, truth), ("latent rows", cache[:, :16
 
 
 # %% [markdown]
-# How a prompt is cut must not show. Here every cut gives the same bytes, output and cache; so does every cut of `kv_b_proj` into blocks.
+# How a prompt is cut must not show. Here every cut gives the same bytes, output and cache; so does every cut of
+# `kv_b_proj` into blocks.
 
 # %%
-class Cut(ResidentMatrix):
-    "A matrix that arrives one head at a time."
+class HeadByHead(ResidentMatrix):
+    "A matrix that comes in blocks of one head, last head first."
 
-    def blocks(self, multiple=1):
-        for first in range(0, len(self.array), multiple):
-            yield first, self.array[first:first + multiple]
+    def map_blocks(self, work, threads):
+        for first in reversed(range(0, len(self.array), 22)):
+            work(first, self.array[first:first + 22], 1)
 
 
 cuts = ([12], [1] * 12, [5, 7], [11, 1], [2, 3, 4, 3])
 equal = all(a.tobytes() == b.tobytes() for cut in cuts for a, b in zip(run(cut), (y, cache)))
 whole_block = matrices["kv_b_proj"]
-matrices["kv_b_proj"] = Cut(weights["kv_b_proj"])
+matrices["kv_b_proj"] = HeadByHead(weights["kv_b_proj"])
 equal_blocks = run([12])[0].tobytes() == y.tobytes()
 matrices["kv_b_proj"] = whole_block
 print("cuts of the prompt:", equal, "  one head a block:", equal_blocks)
@@ -611,10 +739,10 @@ assert equal and equal_blocks
 
 
 # %% [markdown]
-# ## 3.1.7 Six layers that still print fluent text
+# ## 3.1.7 Six wrong layers
 #
-# Each is the reference with one thing wrong. The gate is the fixture at 1e-5. The epsilon is the treacherous one: harmless on a loud
-# latent, and this fixture has quiet tokens.
+# Each is the reference with one thing wrong. The gate is the fixture at 1e-5. The epsilon is the treacherous one:
+# harmless on a loud latent, and this fixture has quiet tokens.
 
 # %%
 def rotated(a):
@@ -641,13 +769,13 @@ assert off(y) < TOLERANCE and all(off(bad) > 1e-2 for bad in variants.values())
 
 
 # %% [markdown]
-# Two of them again through the exported layer itself, where a caller could make the mistake: the wrong epsilon handed in, and
-# rows of `kv_b_proj` reordered.
+# Two of them again through the exported layer itself, where a caller could make the mistake: the wrong epsilon handed
+# in, and rows of `kv_b_proj` reordered.
 
 # %%
 def layer(eps=1e-6, **changed):
     W = matrices | {name: ResidentMatrix(w) for name, w in changed.items()}
-    return mla_layer(W, x, np.zeros((12, 20), np.float32), 0, **dims, eps_latent=eps)
+    return mla_layer(W, x, mla_cache(shape, 12), 0, shape._replace(latent_eps=eps), CORES)
 
 
 by_head = weights["kv_b_proj"].reshape(3, 22, 16)
@@ -659,8 +787,9 @@ for name, bad in (("1e-5", layer(eps=1e-5)), ("value rows first", layer(kv_b_pro
 # %% [markdown]
 # ### Look: the weights themselves
 #
-# Attention can be made to print its weights: give it one-hot latents, keys as the columns of $W_{uk}$ and the identity as $W_{uv}$, and
-# $u$ is $p$. Anything above the diagonal would be a look into the future; a lost scale or extra dim would change the pattern.
+# Attention can be made to print its weights: give it one-hot latents, keys as the columns of $W_{uk}$ and the identity
+# as $W_{uv}$, and $u$ is $p$. Anything above the diagonal would be a look into the future; a lost scale or extra dim
+# would change the pattern.
 
 # %%
 low = rms_norm(linear(matrices["q_a_proj"], x), weights["q_a_layernorm"], 1e-6)
@@ -668,7 +797,7 @@ q = linear(matrices["q_b_proj"], low).reshape(12, 3, 16)
 keys = np.einsum("hnl,pl->hnp", by_head[:, :12], cache[:, :16])
 printer = np.concatenate([keys, np.broadcast_to(np.eye(12, dtype=np.float32), (3, 12, 12))], 1).reshape(72, 12)
 one_hot = np.concatenate([np.eye(12, dtype=np.float32), cache[:, 16:]], 1)
-p = attend(ResidentMatrix(np.ascontiguousarray(printer)), q, one_hot, 0, 12).reshape(12, 3, 12)
+p = attend(ResidentMatrix(np.ascontiguousarray(printer)), q, one_hot, 0, 12, CORES).reshape(12, 3, 12)
 
 fig, axes = plt.subplots(1, 3, sharey=True)
 for h, ax in enumerate(axes):
@@ -684,9 +813,9 @@ assert np.allclose(p.sum(2), 1, atol=1e-6) and (np.triu(p.transpose(1, 0, 2), 1)
 # %% [markdown]
 # ## 3.1.8 Make it fast
 #
-# One token, 16 heads of K3's width. The rungs: expand keys and values from the cached latents in NumPy; absorb, in NumPy; a kernel that reads
-# the cache once per head, scores first, then weights, then context; and the kernel above, where four heads share each row and
-# the cache goes by once.
+# One token, 16 heads of K3's width. The rungs: expand keys and values from the cached latents in NumPy; absorb, in
+# NumPy; a kernel that reads the cache once per head, scores first, then weights, then context; and the kernel above,
+# where four heads share each row and the cache goes by once.
 
 # %%
 @kernel
@@ -708,13 +837,14 @@ def _plain(queries, cache, latent, s, u):
 def expand(kv_b, q, cache, v):
     heads, latent = q.shape[1], kv_b.shape[1]
     kv = (cache[:, :latent] @ kv_b.T).reshape(len(cache), heads, -1)
-    s = (np.einsum("hd,phd->hp", q[0, :, :-64], kv[..., :-v]) + q[0, :, -64:] @ cache[:, latent:].T) * np.float32(q.shape[2] ** -.5)
-    return np.einsum("hp,phv->hv", softmax64(s), kv[..., -v:])
+    s = np.einsum("hd,phd->hp", q[0, :, :-64], kv[..., :-v]) + q[0, :, -64:] @ cache[:, latent:].T
+    return np.einsum("hp,phv->hv", softmax64(s * np.float32(q.shape[2] ** -.5)), kv[..., -v:])
 
 
 def absorb(kv_b, q, cache, v, kernel=None):
     w, latent = kv_b.reshape(q.shape[1], -1, kv_b.shape[1]), kv_b.shape[1]
-    queries = np.concatenate([np.einsum("hn,hnl->hl", q[0, :, :-64], w[:, :-v]), q[0, :, -64:]], 1) * np.float32(q.shape[2] ** -.5)
+    queries = np.concatenate([np.einsum("hn,hnl->hl", q[0, :, :-64], w[:, :-v]), q[0, :, -64:]], 1)
+    queries *= np.float32(q.shape[2] ** -.5)
     if kernel is None:
         u = softmax64(queries @ cache.T) @ cache[:, :latent]
     else:
@@ -724,8 +854,9 @@ def absorb(kv_b, q, cache, v, kernel=None):
 
 
 # %% [markdown]
-# Every rung gives the answer before it is timed. Bytes are what has to move from memory: the weights of 16 heads in float32, or in bf16 for the
-# last rung, and the cache as often as it is read. NumPy's matrix products here are BLAS; the exported path has none.
+# Every rung gives the answer before it is timed. Bytes are what has to move from memory: the weights of 16 heads in
+# float32, or in bf16 for the last rung, and the cache as often as it is read. NumPy's matrix products here are BLAS;
+# the exported path has none.
 
 # %%
 w, q, rows = case(16, nope, rope, v_dim, latent, 1, timed_positions - 1)
@@ -736,7 +867,8 @@ ladder = [
     ("expand, NumPy", lambda: expand(w, q, rows, v_dim), w.nbytes + cache_bytes + 2 * timed_positions * 16 * 256 * 4),
     ("absorb, NumPy", lambda: absorb(w, q, rows, v_dim), w.nbytes + 2 * cache_bytes),
     ("absorb, one head at a time", lambda: absorb(w, q, rows, v_dim, _plain), w.nbytes + 32 * cache_bytes),
-    ("four heads a row, one pass", lambda: attend(resident, q, rows, timed_positions - 1, v_dim), w.nbytes // 2 + 2 * cache_bytes),
+    ("four heads a row, one pass", lambda: attend(resident, q, rows, timed_positions - 1, v_dim, CORES),
+     w.nbytes // 2 + 2 * cache_bytes),
 ]
 expected = absorbed64(w, q, rows, timed_positions - 1, v_dim)[0]
 for name, rung, nbytes in ladder:
@@ -762,44 +894,47 @@ for name, rung, _ in ladder:
 
 
 # %% [markdown]
-# What failed first: without the cut at $e^{-60}$ the kernel was right, and slow whenever scores were hot. Weights between $e^{-87}$ and
-# $e^{-104}$ are subnormal, and a multiply-add that meets one leaves the fast path of many CPUs. The same tile, with either kind of weight:
+# What failed first: without the cut at $e^{-60}$ the kernel was right, and slow whenever scores were hot. Weights
+# between $e^{-87}$ and $e^{-104}$ are subnormal, and a multiply-add that meets one leaves the fast path of many CPUs.
+# The same tile, with either kind of weight:
 
 # %%
 @kernel
-def _repeat_context(rows, s, u, times):
+def _repeat_context(item, times):
     for _ in range(times):
         for m in range(0, 512, 32):
-            _context4(rows, m, TILE, 576, s, u, m, 512)
+            _context4(item, 0, CACHE_TILE, 0, m)
 
 
-tile = line_aligned((TILE * 576,))
-tile[:] = rng.normal(size=tile.size)
-mild, subnormal = (np.full((4, TILE), value, np.float32) for value in (1e-3, 1e-40))
-print("smallest weight exp gives:", f"{np.float32(exp(np.float32(-103))):.1e}", "  smallest weight kept:", f"{np.exp(-60.0):.1e}")
-_repeat_context(tile, mild, np.zeros(2048, np.float32), 1)
+tile = line_aligned((CACHE_TILE, 576))
+tile[:] = rng.normal(size=tile.shape)
+mild, subnormal = (Item(tile, 512, 0, 4, np.zeros((4, 512), np.float32), 0, np.full((4, CACHE_TILE), value, np.float32))
+                   for value in (1e-3, 1e-40))
+print(f"smallest weight exp gives: {np.float32(exp(np.float32(-103))):.1e}   smallest weight kept: {np.exp(-60.0):.1e}")
+_repeat_context(mild, 1)
 
 # %% tags=["nbval-ignore-output"]
-fast, slow = (median_seconds(lambda: _repeat_context(tile, s, np.zeros(2048, np.float32), 100)) for s in (mild, subnormal))
+fast, slow = (median_seconds(lambda: _repeat_context(item, 100)) for item in (mild, subnormal))
 print(f"a tile of context with normal weights {fast * 1e4:.1f} us, with subnormal ones {slow * 1e4:.1f} us")
 
 # %% [markdown]
 # ## 3.1.9 Cost for K3
 #
-# One layer at full width and 4,096 positions, measured. It may cost the 24 layers a tenth of a step at most; call a step 6 s, which is the time
-# its weights, trunk and sixteen experts a layer, take to pass two cores at some 22 GB/s. The wall clock also counts whatever else the machine is doing; CPU seconds divided by
-# the threads are what a quiet one would need.
+# One layer at full width and 4,096 positions, measured. It may cost the 24 layers a tenth of a step at most; call a
+# step 6 s, which is the time its weights, trunk and sixteen experts a layer, take to pass two cores at some 22 GB/s.
+# The wall clock also counts whatever else the machine is doing; CPU seconds divided by the threads are what a quiet one
+# would need.
 
 # %% tags=["nbval-ignore-output"]
 w, q, rows = case(heads, nope, rope, v_dim, latent, 1, full_positions - 1)
 resident = ResidentMatrix(to_bf16(w))
-attend(resident, q, rows, full_positions - 1, v_dim)
-threads, fma = CORES, heads * full_positions * absorbed_fma
+attend(resident, q, rows, full_positions - 1, v_dim, CORES)
+fma = heads * full_positions * absorbed_fma
 for pos in (0, full_positions - 1):
-    wall = median_seconds(lambda: attend(resident, q, rows, pos, v_dim), 7)
-    busy = median_seconds(lambda: attend(resident, q, rows, pos, v_dim), 7, time.process_time) / threads
-    print(f"position {pos:5}, {threads} threads: {wall * 1e3:5.1f} ms a layer by the wall, {busy * 1e3:5.1f} ms by the CPU; "
-          f"24 layers {24 * busy:.2f} s, {24 * busy / 6:.1%} of 6 s")
+    wall = median_seconds(lambda: attend(resident, q, rows, pos, v_dim, CORES), 7)
+    busy = median_seconds(lambda: attend(resident, q, rows, pos, v_dim, CORES), 7, time.process_time) / CORES
+    print(f"position {pos:5}, {CORES} threads: {wall * 1e3:5.1f} ms a layer by the wall, "
+          f"{busy * 1e3:5.1f} ms by the CPU; 24 layers {24 * busy:.2f} s, {24 * busy / 6:.1%} of 6 s")
 print(f"{fma / busy / 1e9:.0f} G multiply-adds/s")
 step_bytes = 108_811_877_376 + 92 * 16 * 17_547_264
 print(f"weights of a step: {step_bytes / 1e9:.1f} GB, in 6 s {step_bytes / 6e9:.1f} GB/s")
@@ -809,24 +944,31 @@ print(f"weights of a step: {step_bytes / 1e9:.1f} GB, in 6 s {step_bytes / 6e9:.
 
 # %%
 hidden, q_lora = 7168, 1536
-shapes = {"q_a_proj": (q_lora, hidden), "q_b_proj": (heads * (nope + rope), q_lora), "kv_a_proj_with_mqa": (latent + rope, hidden),
-          "kv_b_proj": (heads * (nope + v_dim), latent), "g_proj": (heads * v_dim, hidden), "o_proj": (hidden, heads * v_dim)}
+shapes = {"q_a_proj": (q_lora, hidden), "q_b_proj": (heads * (nope + rope), q_lora),
+          "kv_a_proj_with_mqa": (latent + rope, hidden), "kv_b_proj": (heads * (nope + v_dim), latent),
+          "g_proj": (heads * v_dim, hidden), "o_proj": (hidden, heads * v_dim)}
 total = sum(2 * n * k for n, k in shapes.values())
 for name, (n, k) in shapes.items():
     print(f"{name:20} {n:>6} x {k:<6} {2 * n * k / 1e6:7.1f} MB")
 print(f"{'together':36} {total / 1e6:7.1f} MB a layer, {24 * total / 1e9:.2f} GB a token")
-print(f"cache: {4 * (latent + rope):,} bytes a position and layer, {24 * 4 * (latent + rope) * full_positions / 1e6:.0f} MB at {full_positions:,} positions")
-print(f"scratch: {heads * 4 * (576 + 512 + 16) / 1e6:.2f} MB for one token, {SLICE * heads * 4 * (576 + 512 + 16) / 1e6:.2f} MB for eight or more")
+print(f"cache: {4 * (latent + rope):,} bytes a position and layer, "
+      f"{24 * 4 * (latent + rope) * full_positions / 1e6:.0f} MB at {full_positions:,} positions")
+scratch = heads * 4 * (576 + 512 + 16)
+print(f"scratch: {scratch / 1e6:.2f} MB for one token, {TOKENS_AT_ONCE * scratch / 1e6:.2f} MB for eight or more")
 
 # %% [markdown]
 # ## Summary
 #
-# - Keys and values are linear in a latent of 512, so the query goes to the latent and 576 numbers a position are the whole cache.
-# - Softmax in one pass needs tiles that belong to positions, not to calls; then every cut of the prompt gives the same bits.
-# - The scale counts all 192 dims, the extra 64 are used as they are, key rows come first, and the latent norms have their own epsilon.
+# - Keys and values are linear in a latent of 512, so the query goes to the latent and 576 numbers a position are the
+#   whole cache.
+# - Softmax in one pass needs tiles that belong to positions, not to calls; then every cut of the prompt gives the same
+#   bits.
+# - The scale counts all 192 dims, the extra 64 are used as they are, key rows come first, and the latent norms have
+#   their own epsilon.
 #
-# **Exercises.** 1. From which context on would it pay, in multiply-adds, to expand the keys and values of a chunk of $T$ tokens once instead of
-# absorbing? Count both with `expanded_fma`, `absorbed_fma` and the cost of expanding a position. 2. Keep the cache in bf16: how far do
-# outputs of the fixture move, and is that inside the gate? 3. Remove `_FAINT` and time `case(..., hot=30)` again.
+# **Exercises.** 1. From which context on would it pay, in multiply-adds, to expand the keys and values of a chunk of
+# $T$ tokens once instead of absorbing? Count both with `expanded_fma`, `absorbed_fma` and the cost of expanding a
+# position. 2. Keep the cache in bf16: how far do outputs of the fixture move, and is that inside the gate? 3. Remove
+# `_FAINT` and time `case(..., hot=30)` again.
 #
-# Next: a layer chooses which depth to read. [3.2 Residuals](02_residual.ipynb)
+# Next: a layer chooses which depth to read. [3.2 Block attention residuals](02_residual.ipynb)

@@ -1,9 +1,10 @@
 # %% [markdown]
 # # 3.2 Block attention residuals: a layer chooses its depth
 #
-# In most transformers a layer reads the sum of everything below it. K3's layers read a *mixture* instead: softmax weights, computed
-# anew for each token, over the embedding, the sums of earlier blocks of twelve layers, and the sum so far. At the end you can mix, walk
-# the blocks of any model, and show eleven wrong versions failing their gates.
+# In most transformers a layer reads the sum of everything below it. K3's layers read a *mixture* instead: softmax
+# weights, computed anew for each token, over the embedding, the sums of earlier blocks of twelve layers, and the sum so
+# far. At the end you can mix, carry the blocks through the layers of any model, and show eleven wrong versions failing
+# their gates.
 #
 # [3.1 Gated MLA: attention that caches 576 numbers](01_mla.ipynb) · [contents](../README.md) · [4.1 The router: sixteen of 896, steered by a bias](../04_moe_router/01_router.ipynb)
 #
@@ -33,17 +34,18 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 
 # %% tags=["export"]
 import numpy as np
-from k3lib.kernel_cache import kernel
-from k3lib.simd import fma
-from k3lib.matmul import NotFinite, dot
-from k3lib.functions import exp
 
-# %% tags=["export"]
-_ZERO, _LOWEST, _FAINT = np.float32(0), np.float32(-np.inf), np.float32(-60)
+from k3lib.functions import exp
+from k3lib.kernel_cache import kernel
+from k3lib.matmul import NotFinite, dot
+from k3lib.simd import fma
+
+_ZERO = np.float32(0)
+_LOWEST, _FAINT = np.float32(-np.inf), np.float32(-60)  # below every score; a weight e^-60 or smaller counts as 0
 
 # %% tags=["parameters"]
 seed = 32
-toy_layers = 8  # of the walk in 3.2.5
+toy_layers = 8  # of the model in 3.2.5
 toy_block = 3
 
 
@@ -55,14 +57,16 @@ toy_block = 3
 # | source | $\mathrm{rms}$ | normed | score | weight |
 # |---|---|---|---|---|
 # | $b_0 = (1, 1)$ | 1 | (1, 1) | 2.5 ln 3 | ¼ |
-# | $p = (7, 1)$ | 5 | (5.24, 0.2) | 3.5 ln 3 | ¾ |
+# | $p = (7, 1)$ | 5 | (1.4, 0.2) | 3.5 ln 3 | ¾ |
 #
-# $h = ¼(1,1) + ¾(7,1) = (5.8, 1)$. The norm is for the score alone: the sources are mixed as they are. Ten times $p$ has the same score and
-# the same weight, and gives $h = (52.75, 7.75)$: a loud source stays loud, but cannot shout its way into the choice.
+# $h = ¼(1,1) + ¾(7,1) = (5.5, 1)$. The norm is for the score alone: the sources are mixed as they are. Ten times $p$
+# has the same score and the same weight, and gives $h = (52.75, 7.75)$: a loud source stays loud, but cannot shout its
+# way into the choice.
 #
 # ## 3.2.2 The mix, in float64
 #
-# $$a_s = \mathrm{softmax}_s \big\langle \mathrm{RMSNorm}(b_s) \odot w_n,\ w_q \big\rangle, \qquad h = \sum_s a_s\, b_s$$
+# $$a_s = \mathrm{softmax}_s \big\langle \mathrm{RMSNorm}(b_s) \odot w_n,\ w_q \big\rangle,
+# \qquad h = \sum_s a_s\, b_s$$
 
 # %%
 def rms64(x, eps):
@@ -87,18 +91,21 @@ hand = np.array([[[1., 1]], [[7, 1]]])
 hand_norm, hand_proj = np.ones(2), np.array([2.5 * np.log(3), 0])
 for loud in (1, 10):
     sources = hand * np.array([1, loud]).reshape(2, 1, 1)
-    print(weights64(sources, hand_norm, hand_proj, 0).ravel().round(6), mix64(sources, hand_norm, hand_proj, 0)[0].round(6))
+    print(weights64(sources, hand_norm, hand_proj, 0).ravel().round(6),
+          mix64(sources, hand_norm, hand_proj, 0)[0].round(6))
 
 
 # %% [markdown]
 # ## 3.2.3 The mix, in float32
 #
-# Norm weight and projection only ever meet as a product, so the score is one dot product over one root, and no normed vector is
-# written anywhere: $\langle b_s,\ w_n \odot w_q\rangle / \sqrt{\overline{b_s^2} + \varepsilon}$. As in 3.1, weights below $e^{-60}$ are 0.
+# Norm weight and projection only ever meet as a product, so the score is one dot product over one root, and no normed
+# vector is written anywhere: $\langle b_s,\ w_n \odot w_q\rangle / \sqrt{\overline{b_s^2} + \varepsilon}$. As in 3.1,
+# weights below $e^{-60}$ are 0.
 
 # %% tags=["export"]
 @kernel
 def _depth_weights(sources, query, eps, weights):
+    "Write the weights; return the first source with a score or sum of squares that is not finite, or -1."
     n, T, H = sources.shape
     for t in range(T):
         top = _LOWEST
@@ -119,11 +126,11 @@ def _depth_weights(sources, query, eps, weights):
     return -1
 
 
-def depth_weights(sources, n, norm_w, proj_w, eps):
-    """float32 [n, T]: softmax over s < n of <RMSNorm(sources[s, t]; eps) * norm_w, proj_w>.
+def depth_weights(sources: np.ndarray, n: int, norm_w: np.ndarray, proj_w: np.ndarray, eps: float) -> np.ndarray:
+    """Mixing weights float32 [n, T]: the softmax over s < n of <RMSNorm(sources[s, t]; eps) * norm_w, proj_w>.
 
-    `sources` float32 [S, T, H], `norm_w` and `proj_w` float32 [H]. Raises ValueError where shapes do not fit, NotFinite where a
-    source's score or sum of squares is infinite or NaN.
+    `sources` float32 [S, T, H]; `norm_w` and `proj_w` float32 [H]. Raises ValueError where shapes do not fit, NotFinite
+    where a source's score or sum of squares is infinite or NaN.
     """
     S, T, H = sources.shape
     if not 1 <= n <= S or norm_w.shape != (H,) or proj_w.shape != (H,):
@@ -136,12 +143,13 @@ def depth_weights(sources, n, norm_w, proj_w, eps):
 
 
 # %% [markdown]
-# The sum runs over sources in their order, each of the 7168 elements on its own. `out` may not be one of the sources: a first term written over
-# a source would be read again as that source, and later mixes want it too. 3.2.6 shows what comes of it.
+# The sum runs over sources in their order, each of the 7168 elements on its own. `out` may not be one of the sources:
+# the sum would read its own first term as that source, and later mixes read the source too. 3.2.6 shows the result.
 
 # %% tags=["export"]
 @kernel
 def _weighted_sum(sources, weights, out):
+    "out[t] = sum over s of weights[s, t] * sources[s, t], in the order of s."
     n, T, H = sources.shape
     for t in range(T):
         y = out[t]
@@ -153,11 +161,12 @@ def _weighted_sum(sources, weights, out):
                 y[i] = fma(a, x[i], y[i])
 
 
-def mix(sources, n, norm_w, proj_w, eps, out):
-    """out[t] = sum over s < n of a[s, t] * sources[s, t], float32 [T, H], with a = depth_weights: the norm is for the scores alone.
+def mix(sources: np.ndarray, n: int, norm_w: np.ndarray, proj_w: np.ndarray, eps: float, out: np.ndarray) -> np.ndarray:
+    """out[t] = sum over s < n of a[s, t] * sources[s, t], float32 [T, H], where a = depth_weights(...).
 
-    Raises ValueError where shapes do not fit, or where `out` shares memory with `sources`, which this sum and every later
-    mix still read. Returns `out`. The bits of a token depend on that token alone.
+    The norm goes into the weights only; the sources are summed as they are. Returns `out`. The bits of a token depend
+    on that token alone. Raises ValueError where shapes do not fit or `out` shares memory with `sources`, which this sum
+    and later mixes still read; NotFinite as depth_weights does.
     """
     if out.shape != sources.shape[1:]:
         raise ValueError(f"mix: out has shape {out.shape}, expected {sources.shape[1:]}")
@@ -174,8 +183,9 @@ print(y.round(5).tolist())
 assert np.allclose(y, [[5.5, 1]], rtol=1e-6)
 
 # %% [markdown]
-# `fixtures/ops/attn_res` holds nine sources whose size runs from 1e-3 to 1e4, mixed by fla-core's reference in float64 for $n = 1 \dots 9$,
-# and once with scores in the hundreds. Allowed: 1e-5 of the largest output. One source must come back as it is.
+# `fixtures/ops/attn_res` holds nine sources whose size runs from 1e-3 to 1e4, mixed by fla-core's reference in float64
+# for $n = 1 \dots 9$, and once with scores in the hundreds. Allowed: 1e-5 of the largest output. One source must come
+# back as it is.
 
 # %%
 TOLERANCE = 1e-5
@@ -194,9 +204,11 @@ def mixed(n, proj=proj_w):
 
 
 worst = max(off(mixed(n), fixture[f"out_{n}"]) for n in range(1, 10))
-worst_weight = max(off(depth_weights(sources, n, norm_w, proj_w, 1e-5), fixture[f"weights_{n}"]) for n in range(1, 10))
+worst_weight = max(off(depth_weights(sources, n, norm_w, proj_w, 1e-5), fixture[f"weights_{n}"])
+                   for n in range(1, 10))
 hot = off(mixed(9, fixture["proj_hot"]), fixture["out_hot"])
-print("mixes of 1 to 9:", worst < TOLERANCE, "  their weights:", worst_weight < TOLERANCE, "  hot scores:", hot < TOLERANCE)
+print("mixes of 1 to 9:", worst < TOLERANCE, "  their weights:", worst_weight < TOLERANCE,
+      "  hot scores:", hot < TOLERANCE)
 print("one source returns itself, bit for bit:", np.array_equal(mixed(1), sources[0]))
 assert max(worst, worst_weight, hot) < TOLERANCE and np.array_equal(mixed(1), sources[0])
 
@@ -204,7 +216,8 @@ assert max(worst, worst_weight, hot) < TOLERANCE and np.array_equal(mixed(1), so
 # Tokens do not see each other: five at once and one at a time are the same bytes.
 
 # %%
-each = [mix(np.ascontiguousarray(sources[:, t:t + 1]), 9, norm_w, proj_w, 1e-5, np.empty((1, 64), np.float32)) for t in range(5)]
+each = [mix(np.ascontiguousarray(sources[:, t:t + 1]), 9, norm_w, proj_w, 1e-5, np.empty((1, 64), np.float32))
+        for t in range(5)]
 alone = np.concatenate(each).tobytes() == mixed(9).tobytes()
 print("chunk and single tokens, byte for byte:", alone)
 assert alone
@@ -213,7 +226,7 @@ assert alone
 # %% [markdown]
 # ## 3.2.4 Seven wrong mixes
 #
-# Each would print fluent text. The gate is the worst of the nine mixes, and the hot one.
+# Each gives finite numbers of the usual size. The gate is the worst of the nine mixes, and the hot one.
 
 # %%
 def wrong_mix(scores=lambda b: rms64(b, 1e-5) * norm_w, values=lambda b: b, weigh=softmax64):
@@ -245,22 +258,25 @@ as_built = max(off(y, t) for y, t in zip([mixed(n) for n in range(2, 10)] + [mix
 print(f"{'as built':28} {'passes' if as_built < TOLERANCE else 'FAILS'}")
 for name, outputs in variants.items():
     far = max(off(y, t) for y, t in zip(outputs, truths))
-    print(f"{name:28} {'passes' if far < TOLERANCE else 'fails'}, {f'off by {far:.2g}' if far < np.inf else 'not finite'}")
+    how_far = f"off by {far:.2g}" if far < np.inf else "not finite"
+    print(f"{name:28} {'passes' if far < TOLERANCE else 'fails'}, {how_far}")
     assert far > 1e-2
 
 
 # %% [markdown]
-# ## 3.2.5 The walk: when a block is finished
+# ## 3.2.5 When a block is finished
 #
-# Two mixes a layer, one before attention and one before the feed-forward part. Where $L$ is a multiple of the block size, the running
-# sum is put away *after* the first mix has read it, and the sum starts again with that layer's attention output. One more mix
-# comes after the last layer. Line for line, in float64, with the places to go wrong as arguments:
+# Two mixes a layer, one before attention and one before the feed-forward part. Where $L$ is a multiple of the block
+# size, the running sum joins the finished blocks *after* the first mix has read it, and a new sum starts with that
+# layer's attention output. One more mix comes after the last layer. Line for line, in float64, with the places to go
+# wrong as arguments:
 
 # %%
-def walk64(p, layers, block_size, final, clear=True, late=False, last_mix=True):
-    """The sum of everything, mixed: `p` [T, H] the embedding, `layers` a list of (attention, ffn, their two mixes).
+def forward64(p, layers, block_size, final, clear=True, late=False, last_mix=True):
+    """The forward pass from the embedding `p` [T, H]; `layers` is a list of (attention, ffn, first mix, second mix).
 
-    Returns (final mix, blocks, running sum, sources of every mix). `clear`, `late`, `last_mix` are there to be got wrong.
+    Returns (final mix, blocks, running sum, number of sources of every mix). `clear`, `late` and `last_mix` are
+    arguments so that they can be got wrong.
     """
     blocks, counts = [], []
 
@@ -285,7 +301,8 @@ def walk64(p, layers, block_size, final, clear=True, late=False, last_mix=True):
 
 
 # %% [markdown]
-# A toy: eight layers in blocks of three, width 48, with a small random matrix and a tanh for attention and for the experts.
+# A toy: eight layers in blocks of three, width 48, with a small random matrix and a tanh for attention and for the
+# experts.
 
 # %%
 rng = np.random.default_rng(seed)
@@ -304,16 +321,16 @@ def random_mix():
 embedding = rng.normal(size=(T, H)).astype(np.float32)
 layers = [(random_part(), random_part(), random_mix(), random_mix()) for _ in range(toy_layers)]
 final = random_mix()
-truth, blocks, p, counts = walk64(embedding.astype(np.float64), layers, toy_block, final)
+truth, blocks, p, counts = forward64(embedding.astype(np.float64), layers, toy_block, final)
 print("sources of every mix:", counts)
 
 
 # %% [markdown]
-# The decoder keeps all sources in one array, finished blocks first and the running sum behind them: starting a block is then `n += 1`, and
-# nothing is copied. Its mixes are the exported ones, in float32.
+# The decoder keeps all sources in one array, finished blocks first and the running sum behind them: starting a block is
+# then `n += 1`, and nothing is copied. Its mixes are the exported ones, in float32.
 
 # %%
-def walk32(embedding, layers, block_size, final):
+def forward32(embedding, layers, block_size, final):
     blocks = -(-len(layers) // block_size)
     sources = np.empty((blocks + 1, *embedding.shape), np.float32)
     h, n = np.empty_like(embedding), 0
@@ -329,14 +346,16 @@ def walk32(embedding, layers, block_size, final):
     return mix(sources, n + 1, *final, h).copy(), sources[:n].copy(), sources[n].copy()
 
 
-found, found_blocks, found_p = walk32(embedding, layers, toy_block, final)
-for name, a, b in (("final mix", found, truth), ("blocks", found_blocks, np.stack(blocks)), ("running sum", found_p, p)):
+found, found_blocks, found_p = forward32(embedding, layers, toy_block, final)
+for name, a, b in (("final mix", found, truth), ("blocks", found_blocks, np.stack(blocks)),
+                   ("running sum", found_p, p)):
     print(f"{name:12} within 1e-5: {off(a, b) < TOLERANCE}")
     assert off(a, b) < TOLERANCE
 
 # %% [markdown]
-# A second opinion comes from `fixtures/oracle13`, thirteen layers in blocks of three, computed by another engine. It holds the five block
-# sums and the running sum after the last layer; the final mix of these must be its `hidden_output_mix`.
+# A second opinion comes from `fixtures/oracle13`, thirteen layers in blocks of three, computed by another engine. It
+# holds the five block sums and the running sum after the last layer; the final mix of these must be its
+# `hidden_output_mix`.
 
 # %%
 oracle = load_file(ROOT / "fixtures/oracle13/expected.safetensors")
@@ -357,8 +376,9 @@ assert off(h, oracle["hidden_output_mix"]) < TOLERANCE
 # %% [markdown]
 # ### Look: weights over depth
 #
-# The mix before each layer's attention, averaged over the oracle's twelve prompt tokens. Every row must sum to 1, and a block may
-# only be read after it was finished: that is the staircase. The weights are random, so there is no more to read in it than that.
+# The mix before each layer's attention, averaged over the oracle's twelve prompt tokens. Every row must sum to 1, and a
+# block may only be read after it was finished: that is the staircase. The weights are random, so there is no more to
+# read in it than that.
 
 # %%
 table = np.full((13, 6), np.nan)
@@ -374,17 +394,18 @@ assert np.allclose(np.nansum(table, 1), 1, atol=1e-6)
 fig, ax = plt.subplots(figsize=(6, 3.6))
 image = ax.imshow(table, vmin=0, aspect="auto")
 ax.set(xticks=range(6), xticklabels=["embedding", "0-2", "3-5", "6-8", "9-11", "running\nsum"], yticks=range(13),
-       yticklabels=[*map(str, range(1, 13)), "output"], xlabel="source (block sums by their layers)", ylabel="mix before layer",
-       title="A block can be read from the mix after it was put away, and for ever")
+       yticklabels=[*map(str, range(1, 13)), "output"],
+       xlabel="source (block sums by their layers)", ylabel="mix before layer",
+       title="A finished block is a source of every later mix")
 fig.colorbar(image, label="mean weight")
 plt.show()
 
 
 # %% [markdown]
-# ## 3.2.6 Four wrong walks
+# ## 3.2.6 Four wrong forward passes
 #
-# On the toy: the boundary forgets to restart the sum; the block is put away only after its first layer; the final mix is missing. The last one
-# writes the final mix over its own input, as an engine that saves a buffer would.
+# On the toy: the boundary forgets to restart the sum; the block is finished one layer too late; the final mix is
+# missing. The last one writes the final mix over its own input, as an engine that saves a buffer would.
 
 # %%
 def over_itself(sources, weights, out):
@@ -397,39 +418,41 @@ def over_itself(sources, weights, out):
 
 stack = np.concatenate([np.stack(blocks), p[None]])
 a = weights64(stack, *final)
-walks = {
-    "sum not restarted": walk64(embedding.astype(np.float64), layers, toy_block, final, clear=False)[0],
-    "block put away a layer late": walk64(embedding.astype(np.float64), layers, toy_block, final, late=True)[0],
-    "final mix missing": walk64(embedding.astype(np.float64), layers, toy_block, final, last_mix=False)[0],
+wrong = {
+    "sum not restarted": forward64(embedding.astype(np.float64), layers, toy_block, final, clear=False)[0],
+    "block finished a layer late": forward64(embedding.astype(np.float64), layers, toy_block, final, late=True)[0],
+    "final mix missing": forward64(embedding.astype(np.float64), layers, toy_block, final, last_mix=False)[0],
     "final mix over its running sum": over_itself(stack, a, stack[-1]),
 }
 print(f"{'as built':32} {'passes' if off(found, truth) < TOLERANCE else 'FAILS'}")
-for name, bad in walks.items():
+for name, bad in wrong.items():
     print(f"{name:32} {'passes' if off(bad, truth) < TOLERANCE else 'fails'}, off by {off(bad, truth):.2g}")
     assert off(bad, truth) > 1e-2
 
 # %% [markdown]
-# The exported mix cannot be talked into the last one, nor into shapes that do not fit.
+# The exported mix refuses the last one, and shapes that do not fit.
 
 # %%
-for arguments in ((sources, 9, norm_w, proj_w, 1e-5, sources[8]), (sources, 10, norm_w, proj_w, 1e-5, np.empty((5, 64), np.float32)),
-                  (sources, 9, norm_w, proj_w, 1e-5, np.empty((1, 64), np.float32))):
+for n, out in ((9, sources[8]), (10, np.empty((5, 64), np.float32)), (9, np.empty((1, 64), np.float32))):
     try:
-        mix(*arguments)
+        mix(sources, n, norm_w, proj_w, 1e-5, out)
     except ValueError as error:
         print(error)
 
 # %% [markdown]
 # ## 3.2.7 How many sources, for K3
 #
-# 93 layers in blocks of 12: layers 0, 12, …, 84 put a sum away, so eight sources are finished when the last layer runs, the embedding among
-# them, and the running sum is the ninth. Counted by the walk itself, with layers that do nothing:
+# 93 layers in blocks of 12: each of the layers 0, 12, …, 84 finishes a block, so eight sources are finished when the
+# last layer runs, the embedding among them, and the running sum is the ninth. Counted by the forward pass itself, with
+# layers that do nothing:
 
 # %%
 nothing = (lambda h: h, lambda h: h, (np.ones(1), np.ones(1), 1e-5), (np.ones(1), np.ones(1), 1e-5))
-_, blocks, _, counts = walk64(np.ones((1, 1)), [nothing] * 93, 12, nothing[2])
-print(f"{len(counts)} mixes a token: 2 x 93, less the one of layer 0 that has nothing to choose from, and the final one")
-print(f"finished sources at the end: {len(blocks)}, sources of the final mix: {counts[-1]}, read in all mixes: {sum(counts)}")
+_, blocks, _, counts = forward64(np.ones((1, 1)), [nothing] * 93, 12, nothing[2])
+print(f"{len(counts)} mixes a token: 2 x 93, less the one of layer 0 that has nothing to choose from, "
+      "and the final one")
+print(f"finished sources at the end: {len(blocks)}, sources of the final mix: {counts[-1]}, "
+      f"read in all mixes: {sum(counts)}")
 assert (len(counts), len(blocks), max(counts), counts[-1]) == (186, 8, 9, 9)
 
 # %%
@@ -443,16 +466,19 @@ plt.show()
 
 # %%
 width = 7168
-print(f"sources of one token: {9 * width * 4:,} bytes; of a chunk of 64: {64 * 9 * width * 4 / 1e6:.1f} MB, and nothing of it outlives the pass")
+print(f"sources of one token: {9 * width * 4:,} bytes; of a chunk of 64: {64 * 9 * width * 4 / 1e6:.1f} MB, "
+      "needed for one forward pass only")
 print(f"weights: {(4 * 93 + 2) * width * 2 / 1e6:.1f} MB in bf16, of a trunk of 108,812 MB")
-print(f"arithmetic: {sum(counts) * 3 * width / 1e6:.0f} M multiply-adds a token (two dot products and a sum for each source read)")
+print(f"arithmetic: {sum(counts) * 3 * width / 1e6:.0f} M multiply-adds a token "
+      "(two dot products and a sum for each source read)")
 
 
 # %% [markdown]
 # ## 3.2.8 Make it fast
 #
-# The plain form writes the normed sources, their products and the weighted sources to memory before it adds them up. In the kernel a source is
-# only read, and a token's nine sources of 28 KB stay in the core's cache. Every rung passes the fixture first.
+# The plain form writes the normed sources, their products and the weighted sources to memory before it adds them up. In
+# the kernel a source is only read, and a token's nine sources of 28 KB stay in the core's cache. Every rung passes the
+# fixture first.
 
 # %%
 def mix_numpy32(sources, norm_w, proj_w, eps):
@@ -462,11 +488,11 @@ def mix_numpy32(sources, norm_w, proj_w, eps):
     return ((e / e.sum(0))[..., None] * sources).sum(0)
 
 
-def kernel(sources, norm_w, proj_w, eps):
+def fused(sources, norm_w, proj_w, eps):
     return mix(sources, len(sources), norm_w, proj_w, eps, np.empty(sources.shape[1:], np.float32))
 
 
-ladder = [("NumPy, float64", mix64, 8 * 8), ("NumPy, float32", mix_numpy32, 8 * 4), ("kernel", kernel, 3 * 4)]
+ladder = [("NumPy, float64", mix64, 8 * 8), ("NumPy, float32", mix_numpy32, 8 * 4), ("kernel", fused, 3 * 4)]
 for name, rung, per_element in ladder:
     far = off(rung(sources, norm_w, proj_w, 1e-5), fixture["out_9"])
     print(f"{name:16} about {9 * width * per_element / 1e6:.1f} MB moved a mix of 9, within 1e-5: {far < TOLERANCE}")
@@ -481,18 +507,21 @@ for name, rung, _ in ladder:
         began = time.perf_counter()
         rung(wide, wide_norm, wide_proj, 1e-5)
         times.append(time.perf_counter() - began)
-    print(f"{name:16} {np.median(times) * 1e6:8.1f} us a mix of 9, {np.median(times) * 186e3:6.1f} ms for the 186 of a token, at most")
+    print(f"{name:16} {np.median(times) * 1e6:8.1f} us a mix of 9, "
+          f"{np.median(times) * 186e3:6.1f} ms for the 186 of a token, at most")
 
 # %% [markdown]
 # ## Summary
 #
 # - Score by the normed source, mix the raw one; the softmax is over depth, for every token anew.
-# - At a block's first layer the sum is read, put away, and restarted; one mix more follows the last layer.
+# - At a block's first layer the sum is read, becomes a finished block, and restarts; one mix more follows the last
+#   layer.
 # - At 93 layers and blocks of 12 a mix has at most 9 sources, and no mix may write where a source lies.
 #
-# **Exercises.** 1. With blocks of 1 a layer could choose among all layers below. How many sources does the final mix have, and what does a chunk
-# of 64 tokens cost in memory? 2. Show that scaling one source by any positive factor leaves all weights unchanged when $\varepsilon = 0$, and find
-# the source size at which $\varepsilon = 10^{-5}$ halves a score. 3. Make `out` of the second mix of each layer the array `y` of its attention in
-# `walk32`: why is that allowed?
+# **Exercises.** 1. With blocks of 1 a layer could choose among all layers below. How many sources does the final mix
+# have, and what does a chunk of 64 tokens cost in memory? 2. Show that scaling one source by any positive factor leaves
+# all weights unchanged when $\varepsilon = 0$, and find the source size at which $\varepsilon = 10^{-5}$ halves a
+# score. 3. Make `out` of the second mix of each layer the array `y` of its attention in `forward32`: why is that
+# allowed?
 #
 # Next: which sixteen of 896 experts read $h$. [4.1 The router](../04_moe_router/01_router.ipynb)

@@ -1,8 +1,9 @@
 # %% [markdown]
 # # 4.1 The router: sixteen of 896, steered by a bias
 #
-# Before K3 reads any routed expert, its router picks the 16 of 896 that a token needs: 1.8% of the experts are read.
-# At the end you can write that choice down exactly, ties included, and show six wrong versions that still look like a router.
+# Before K3 reads any routed expert, its router picks the 16 of 896 that a token needs: 1.8% of the experts are read. At
+# the end you can write that choice down exactly, ties included, and show six wrong versions that still look like a
+# router.
 #
 # [3.2 Block attention residuals: a layer chooses its depth](../03_mla/02_residual.ipynb) · [contents](../README.md) · [4.2 Latent experts: sixteen in half the width, two that always speak](02_moe.ipynb)
 #
@@ -30,10 +31,10 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 
 # %% tags=["export"]
 import numpy as np
-from k3lib.kernel_cache import kernel
-from k3lib.functions import sigmoid
 
-# %% tags=["export"]
+from k3lib.functions import sigmoid
+from k3lib.kernel_cache import kernel
+
 _ZERO, _TINY = np.float32(0), np.float32(1e-20)
 
 # %% tags=["parameters"]
@@ -54,8 +55,8 @@ tokens = 1024  # for the load experiment of 4.1.5
 # | 2 | 0.25 | 0.6 | 0.85 | 1st | 0.25 / 0.75 = 1/3 |
 # | 3 | 0.75 | 0.0 | 0.75 | | |
 #
-# The bias decides *who* speaks. How loudly is decided by $s$ alone: the first-ranked expert gets the smaller weight here.
-# With $k=3$ experts 1 and 3 tie for the last seat, and the lower id takes it.
+# The bias decides *who* speaks. How loudly is decided by $s$ alone: the first-ranked expert gets the smaller weight
+# here. With $k=3$ experts 1 and 3 tie for the last seat, and the lower id takes it.
 
 # %% [markdown]
 # ## 4.1.2 The rule, in float64
@@ -87,8 +88,9 @@ for k in (2, 3):
 
 
 # %% [markdown]
-# Why a bias at all? The name says *correction*, and the DeepSeek-V3 report (§2.1.2), whose router has the same form, nudges
-# such a bias during training until all experts get similar loads. That K3 was trained this way is a guess; its arithmetic is not.
+# Why a bias at all? The name says *correction*, and the DeepSeek-V3 report ( 2.1.2), whose router has the same form,
+# nudges such a bias during training until all experts get similar loads. That K3 was trained this way is a guess; its
+# arithmetic is not.
 #
 # ## 4.1.3 One pass, in float32
 #
@@ -98,6 +100,7 @@ for k in (2, 3):
 # %% tags=["export"]
 @kernel
 def _route(logits, bias, scale, best, ids, weights):
+    "Write ids and weights; best float32 [k] is scratch, the k largest s + bias so far in falling order."
     k = ids.shape[1]
     for t in range(logits.shape[0]):
         filled = 0
@@ -119,11 +122,12 @@ def _route(logits, bias, scale, best, ids, weights):
             weights[t, r] = weights[t, r] / (total + _TINY) * scale
 
 
-def route(logits, bias, k, scale):
+def route(logits: np.ndarray, bias: np.ndarray, k: int, scale: float) -> tuple[np.ndarray, np.ndarray]:
     """(ids int32 [T, k], weights float32 [T, k]) in rank order, for `logits` float32 [T, E] and `bias` float32 [E].
 
-    s = sigmoid(logits); the k largest of s + bias, equal ones by the lower id; weight = s / (sum of the chosen s + 1e-20) * scale.
-    Raises ValueError on a logit or a bias that is not finite.
+    With s = sigmoid(logits), the chosen experts are those with the k largest s + bias; of equal ones the lower id wins.
+    An expert's weight is s / (sum of the chosen s + 1e-20) * scale. Raises ValueError where shapes do not fit, or for a
+    logit or a bias that is not finite.
     """
     T, E = logits.shape
     if bias.shape != (E,) or not 1 <= k <= E:
@@ -139,8 +143,8 @@ def route(logits, bias, k, scale):
 
 
 # %% [markdown]
-# The table of 4.1.1, then `fixtures/ops/router`: 24 tokens over 896 experts, computed in float64 by PyTorch. Its ids ascend
-# within a row, ours are in rank order: sort before comparing. Three of its rows hold exact ties across the cut.
+# The table of 4.1.1, then `fixtures/ops/router`: 24 tokens over 896 experts, computed in float64 by PyTorch. Its ids
+# ascend within a row, ours are in rank order: sort before comparing. Three of its rows hold exact ties across the cut.
 
 # %%
 for k in (2, 3):
@@ -176,10 +180,10 @@ print("chunk and single steps, byte for byte:", same)
 
 
 # %% [markdown]
-# ## 4.1.4 Six routers that still print fluent text
+# ## 4.1.4 Six wrong routers
 #
-# Each variant changes one thing, and each picks sixteen plausible experts. The gate compares weights spread over all 896
-# experts, so that a wrong choice and a wrong weight both count: 1e-5 of the largest weight is allowed.
+# Each variant changes one thing, and each picks sixteen plausible experts. The gate compares weights spread over all
+# 896 experts, so that a wrong choice and a wrong weight both count: 1e-5 of the largest weight is allowed.
 
 # %%
 def spread(ids, weights, E=896):
@@ -225,12 +229,12 @@ for name, dense in variants.items():
 assert off(spread(*whole)) < 1e-5 and all(off(dense) > 1e-2 for dense in variants.values())
 
 # %% [markdown]
-# The first is the quiet one: the experts are right, only the proportions of their weights are not. The norm that follows
-# in 4.2 hides a common factor of the weights, so "not renormalised" will need a second gate there.
+# The first is the quiet one: the experts are right, only the proportions of their weights are not. The norm that
+# follows in 4.2 hides a common factor of the weights, so "not renormalised" will need a second gate there.
 #
 # ## 4.1.5 Look: who is in, and why
 #
-# Above the dashed line sits whoever is chosen; a router that ignored the bias would cut with a vertical line instead.
+# The chosen experts lie above the dashed line; a router that ignored the bias would cut with a vertical line instead.
 
 # %%
 t = 0
@@ -248,8 +252,8 @@ ax.legend(loc="upper left")
 plt.show()
 
 # %% [markdown]
-# What such a bias is good for, on a toy: 64 experts of unequal popularity, four to a token. After every batch the bias of a
-# crowded expert goes down a notch, that of an idle one up. `route` is the code under test in both curves.
+# What such a bias is good for, on a toy: 64 experts of unequal popularity, four to a token. After every batch the bias
+# of a crowded expert goes down a notch, that of an idle one up. `route` is the code under test in both curves.
 
 # %%
 rng = np.random.default_rng(seed)
@@ -273,7 +277,8 @@ ax.bar(range(64), before[order], color="C5", alpha=.6, label="choice by s")
 ax.step(range(64), after[order], where="mid", color="C1", label="choice by s + bias")
 ax.axhline(mean, ls="--", lw=.8, color="C0", label="equal share")
 ax.set(xlabel="expert, busiest first", ylabel=f"tokens of {tokens}",
-       title=f"A bias evens the load: busiest expert {before.max() / mean:.1f} times its share, then {after.max() / mean:.1f}")
+       title=f"A bias evens the load: busiest expert {before.max() / mean:.1f} times its share, "
+             f"then {after.max() / mean:.1f}")
 ax.legend()
 plt.show()
 assert before.max() > 2.5 * mean and after.max() < 1.3 * mean
@@ -281,8 +286,8 @@ assert before.max() > 2.5 * mean and after.max() < 1.3 * mean
 # %% [markdown]
 # ## 4.1.6 Make it fast
 #
-# The plain form sorts all 896 to learn 16. In a random order, expert number $i$ is among the best $k$ of the first $i$ with chance
-# $k/i$, so a sorted list of $k$ is touched only $k(1 + H_{896} - H_k)$ times. The fixture agrees:
+# The plain form sorts all 896 to learn 16. In a random order, expert number $i$ is among the best $k$ of the first $i$
+# with chance $k/i$, so a sorted list of $k$ is touched only $k(1 + H_{896} - H_k)$ times. The fixture agrees:
 
 # %%
 harmonic = np.cumsum(1 / np.arange(1, 897))
@@ -294,8 +299,8 @@ assert abs(np.mean(entered) - expected) < 10
 
 
 # %% [markdown]
-# Each rung of the ladder passes the fixture before it is timed. Its memory is what it writes besides the result: the score table,
-# its sum with the bias and the permutation, or sixteen numbers.
+# Each rung of the ladder passes the fixture before it is timed. Its memory is what it writes besides the result: the
+# score table, its sum with the bias and the permutation, or sixteen numbers.
 
 # %%
 def route_sort(logits, bias, k, scale):
@@ -323,7 +328,10 @@ for name, rung, scratch in ladder:
 # %% [markdown]
 # ## 4.1.7 What it refuses, and why float32
 #
-# A NaN compares false with everything, so it would quietly never be chosen. It is an error instead, with its place.
+# Every comparison with NaN is false. A NaN would pass the test of 4.1.3, which skips an expert only where
+# `b <= best[k - 1]` is true, and would take the last place of the list. From then on every later expert passes the test
+# too and takes that place. So the last seat would go to the wrong expert and nothing would show it. `route` refuses NaN
+# and infinity, and says where they are.
 
 # %%
 bad = logits.copy()
@@ -336,8 +344,8 @@ for arguments in ((bad, bias, 16, 1.0), (logits, bias[:-1], 16, 1.0), (logits, b
 
 
 # %% [markdown]
-# The released code computes the logits in float32 whatever the activations are. Rounding them to bf16, eight bits of mantissa,
-# shows why: somewhere the 16th and the 17th are closer than that, and the token goes elsewhere.
+# The released code computes the logits in float32 whatever the activations are. Rounding them to bf16, eight bits of
+# mantissa, shows why: somewhere the 16th and the 17th are closer than that, and the token goes elsewhere.
 
 # %%
 def to_bf16(x):
@@ -361,7 +369,8 @@ assert changed > 0
 layers = 92
 expert_bytes = 3 * 3072 * 3584 * 17 // 32  # three matrices, 16 bytes of codes and one of scale per 32 weights
 print(f"router matrix: {896 * 7168 * 2:,} bytes a layer, {896 * 7168 * 2 * layers / 1e9:.2f} GB a token")
-print(f"it saves reading {(896 - 16) * layers * expert_bytes / 1e9:,.0f} of {896 * layers * expert_bytes / 1e9:,.0f} GB")
+all_bytes = 896 * layers * expert_bytes
+print(f"it saves reading {all_bytes * 880 / 896 / 1e9:,.0f} of {all_bytes / 1e9:,.0f} GB")
 print(f"its own result: {16 * 8} bytes a token and layer")
 
 # %% [markdown]
@@ -374,8 +383,9 @@ print(f"its own result: {16 * 8} bytes a token and layer")
 # ## Exercises
 #
 # 1. The weights of a token sum to $\gamma$, except when? Find finite logits for which `route` returns sixteen zeros.
-# 2. Write `smallest_bias(logits, bias, e, k)`: how much must be added to `bias[e]` for token 0 to choose expert `e`? Test it by
-#    adding slightly less and slightly more.
-# 3. Permute the experts, route, and permute back. For which rows of the fixture does the result change, and why only those?
+# 2. Write `smallest_bias(logits, bias, e, k)`: how much must be added to `bias[e]` for token 0 to choose expert `e`?
+#    Test it by adding slightly less and slightly more.
+# 3. Permute the experts, route, and permute back. For which rows of the fixture does the result change, and why only
+#    those?
 #
 # Next: [4.2](02_moe.ipynb) sends each token to its sixteen experts and adds up what they say.

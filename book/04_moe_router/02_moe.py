@@ -1,8 +1,9 @@
 # %% [markdown]
 # # 4.2 Latent experts: sixteen in half the width, two that always speak
 #
-# K3 keeps 93% of its bytes in experts that work on a 3,584-wide shadow of the 7,168-wide hidden state. At the end you can run one
-# such layer from packed weights, fetch each expert once for a whole chunk, and get the same bytes in whatever order they arrive.
+# K3 keeps 93% of its bytes in experts that work on a 3,584-wide shadow of the 7,168-wide hidden state. At the end you
+# can run one such layer from packed weights, fetch each expert once for a whole chunk, and get the same bytes in
+# whatever order they arrive.
 #
 # [4.1 The router: sixteen of 896, steered by a bias](01_router.ipynb) · [contents](../README.md) · [5.1 What depends on the operating system](../05_streaming/01_system.ipynb)
 #
@@ -20,7 +21,8 @@
 # | $S$ | two shared experts in one MLP of width 6144, `shared_experts.*` | 7168 → 7168 | `dense_mlp` |
 # | $\beta$, $\beta_l$ | `activation_situ_beta`, `activation_situ_linear_beta` | 4, 25 | `beta`, `linear_beta` |
 #
-# $$y = U\,\mathrm{RMSNorm}(u; n) + S(x), \qquad u = \sum_{r=1}^{16} w_r\, W_2^{(e_r)}\, \mathrm{SiTU}(W_1^{(e_r)} z,\; W_3^{(e_r)} z)$$
+# $$y = U\,\mathrm{RMSNorm}(u; n) + S(x), \qquad
+# u = \sum_{r=1}^{16} w_r\, W_2^{(e_r)}\, \mathrm{SiTU}(W_1^{(e_r)} z,\; W_3^{(e_r)} z)$$
 
 # %%
 import time
@@ -30,23 +32,26 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from safetensors.numpy import load_file
 
-from k3lib.linear import ResidentMatrix
+from k3lib.matmul import PackedMatrix, ResidentMatrix
 from k3lib.mxfp4 import decode
+from k3lib.parallel import CORES
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 plt.style.use(ROOT / "book" / "k3.mplstyle")
 
 # %% tags=["export"]
-from typing import NamedTuple
-import numpy as np
-from k3lib.kernel_cache import kernel
-from k3lib.simd import fma
-from k3lib.matmul import NotFinite, check_packed, check_product, deinterleaved, linear, matmul_rows
-from k3lib.parallel import CORES
-from k3lib.functions import rms_norm, sigmoid, tanh
-from k3lib.router import route
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
-# %% tags=["export"]
+import numpy as np
+
+from k3lib.functions import rms_norm, sigmoid, tanh
+from k3lib.kda import LayerWeights
+from k3lib.kernel_cache import kernel
+from k3lib.matmul import Matrix, NotFinite, PackedMatrix, check_product, linear
+from k3lib.router import route
+from k3lib.simd import fma
+
 _ZERO = np.float32(0)
 
 # %% tags=["parameters"]
@@ -56,11 +61,13 @@ latent, intermediate = 3584, 3072  # of the expert that is timed in 4.2.7: K3's 
 # %% [markdown]
 # ## 4.2.1 By hand: a bounded gate, and a norm in the right place
 #
-# SiTU at two friendly points: the gate $4\,\mathrm{artanh}\,\tfrac12 = 2\ln 3$ and the up value $25\,\mathrm{artanh}\,\tfrac12$. The capped gate is
-# $4 \cdot \tfrac12 = 2$, the sigmoid of $2 \ln 3$ is 0.9, the capped up value is $25 \cdot \tfrac12$; together $2 \cdot 0.9 \cdot 12.5 = 22.5$.
+# SiTU at two friendly points: the gate $4\,\mathrm{artanh}\,\tfrac12 = 2\ln 3$ and the up value
+# $25\,\mathrm{artanh}\,\tfrac12$. The capped gate is $4 \cdot \tfrac12 = 2$, the sigmoid of $2 \ln 3$ is 0.9, the
+# capped up value is $25 \cdot \tfrac12$; together $2 \cdot 0.9 \cdot 12.5 = 22.5$.
 #
-# Two experts answer $(3, 0)$ and $(0, 1)$, each with weight ½. The sum is $(5.23, 0.5)$, its root mean square $\sqrt{1.25}$, so the norm
-# gives $(1.342, 0.447)$. Norming each answer first would give $(0.707, 0.707)$: that one of them spoke three times louder is forgotten.
+# Two experts answer $(3, 0)$ and $(0, 1)$, each with weight ½. The sum is $(1.5, 0.5)$, its root mean square
+# $\sqrt{1.25}$, so the norm gives $(1.342, 0.447)$. Norming each answer first would give $(0.707, 0.707)$: that one of
+# them spoke three times louder is forgotten.
 
 # %%
 answers, half = np.array([[3., 0], [0, 1]]), np.array([.5, .5])
@@ -79,8 +86,8 @@ print("norm per expert ", [f"{v:.3f}" for v in half @ rms64(answers)])
 #
 # $$\mathrm{SiTU}(g, u) = \beta \tanh(g/\beta)\,\sigma(g)\;\cdot\;\beta_l \tanh(u/\beta_l)$$
 #
-# For small arguments this is $g\,\sigma(g)\,u$, the usual SwiGLU. For large ones it stops at $4 \cdot 25 = 100$, so no channel can
-# run away. The sigmoid sees $g$ itself, not its capped form.
+# For small arguments this is $g\,\sigma(g)\,u$, the usual SwiGLU. For large ones it stops at $4 \cdot 25 = 100$, so no
+# channel can run away. The sigmoid sees $g$ itself, not its capped form.
 
 # %%
 def situ_reference(gate, up, beta=4., linear_beta=25.):
@@ -94,30 +101,44 @@ def sigmoid64(x):
 
 
 # %% tags=["export"]
+class Situ(NamedTuple):
+    "The two ceilings of the activation. They are the same in all layers of a model."
+
+    beta: float  # of the gate side, the config's activation_situ_beta: 4
+    linear_beta: float  # of the up side, activation_situ_linear_beta: 25
+
+
 @kernel
 def _situ_glu(gate, up, beta, linear_beta, out):
+    "SiTU of float32 [n]; `out` may be `gate` or `up`, which is slower."
     for i in range(out.size):
         g = gate[i]
         out[i] = beta * tanh(g / beta) * sigmoid(g) * (linear_beta * tanh(up[i] / linear_beta))
 
 
-def situ_glu(gate, up, beta, linear_beta, out=None):
-    "beta tanh(gate/beta) * sigmoid(gate) * linear_beta tanh(up/linear_beta), float32 [...]; the sigmoid sees the uncapped gate."
+def situ_glu(gate: np.ndarray, up: np.ndarray, situ: Situ, out: np.ndarray | None = None) -> np.ndarray:
+    """beta tanh(gate / beta) * sigmoid(gate) * linear_beta tanh(up / linear_beta), float32 [...].
+
+    `gate` and `up`: float32 [...]. The sigmoid sees the uncapped gate. The result is written to `out` (C order) if it
+    is given. Raises ValueError where shapes do not fit.
+    """
     if out is None:
         out = np.empty(gate.shape, np.float32)
     if gate.shape != up.shape or out.shape != gate.shape or not out.flags.c_contiguous:
         raise ValueError(f"situ_glu: gate {gate.shape}, up {up.shape} and out {out.shape} (contiguous) do not fit")
-    _situ_glu(gate.reshape(-1), up.reshape(-1), np.float32(beta), np.float32(linear_beta), out.reshape(-1))
+    beta, linear_beta = map(np.float32, situ)
+    _situ_glu(gate.reshape(-1), up.reshape(-1), beta, linear_beta, out.reshape(-1))
     return out
 
 
 # %%
+SITU = Situ(4, 25)
 hand_gate, hand_up = np.float32([2 * np.log(3)]), np.float32([25 * np.arctanh(.5)])
-print(f"{situ_glu(hand_gate, hand_up, 4, 25)[0]:.3f}")
-situ = load_file(ROOT / "fixtures/ops/situ_glu.safetensors")
-y = situ_glu(situ["gate"], situ["up"], 4, 25)
-assert abs(situ_glu(hand_gate, hand_up, 4, 25)[0] - 22.5) < 1e-4
-assert (np.abs(y - situ["y"]) <= 1e-5 * np.abs(situ["y"]) + 1e-12).all()
+print(f"{situ_glu(hand_gate, hand_up, SITU)[0]:.3f}")
+fixture = load_file(ROOT / "fixtures/ops/situ_glu.safetensors")
+y = situ_glu(fixture["gate"], fixture["up"], SITU)
+assert abs(situ_glu(hand_gate, hand_up, SITU)[0] - 22.5) < 1e-4
+assert (np.abs(y - fixture["y"]) <= 1e-5 * np.abs(fixture["y"]) + 1e-12).all()
 print(f"{len(y)} pairs, each within 1e-5 of its value: True; largest {np.abs(y).max():.1f}")
 
 # %% [markdown]
@@ -125,7 +146,7 @@ print(f"{len(y)} pairs, each within 1e-5 of its value: True; largest {np.abs(y).
 # agree with SiTU, so a test with small numbers passes every one.
 
 # %%
-g, u = situ["gate"].astype(np.float64), situ["up"].astype(np.float64)
+g, u = fixture["gate"].astype(np.float64), fixture["up"].astype(np.float64)
 cap = 4 * np.tanh(g / 4)
 wrong = {
     "sigmoid of the capped gate": cap * sigmoid64(cap) * 25 * np.tanh(u / 25),
@@ -136,9 +157,9 @@ wrong = {
     "tanh of the whole silu": 4 * np.tanh(g * sigmoid64(g) / 4) * 25 * np.tanh(u / 25),
 }
 for name, value in wrong.items():
-    off = np.abs(value - situ["y"]).max() / np.abs(situ["y"]).max()
+    off = np.abs(value - fixture["y"]).max() / np.abs(fixture["y"]).max()
     near = (np.abs(g) <= 1e-2) & (np.abs(u) <= 1e-2)
-    small = np.abs(value - situ["y"])[near].max() / np.abs(situ["y"][near]).max()
+    small = np.abs(value - fixture["y"])[near].max() / np.abs(fixture["y"][near]).max()
     print(f"{name:27} fails, off by {off:.2g} of the largest value; near zero within 2%: {small < .02}")
     assert off > 1e-3 and small < .02
 
@@ -147,11 +168,11 @@ t = np.linspace(-12, 12, 241, dtype=np.float32)
 big = np.linspace(-100, 100, 241, dtype=np.float32)
 fig, (left, right) = plt.subplots(1, 2)
 left.plot(t, t * sigmoid64(t), "--", label="SiLU")
-left.plot(t, situ_glu(t, np.full_like(t, 1e9), 4, 25) / 25, label="SiTU, gate side")
+left.plot(t, situ_glu(t, np.full_like(t, 1e9), SITU) / 25, label="SiTU, gate side")
 left.axhline(4, lw=.8, ls=":", color="C5")
 left.set(xlabel="gate", ylabel="factor", ylim=(-1, 8), title="SiTU: the gate side stops at 4,")
 right.plot(big, big, "--", label="linear")
-right.plot(big, situ_glu(np.full_like(big, 1e9), big, 4, 25) / 4, label="SiTU, up side")
+right.plot(big, situ_glu(np.full_like(big, 1e9), big, SITU) / 4, label="SiTU, up side")
 for bound in (-25, 25):
     right.axhline(bound, lw=.8, ls=":", color="C5")
 right.set(xlabel="up", ylabel="factor", ylim=(-60, 60), title="the up side at ±25")
@@ -161,36 +182,39 @@ plt.show()
 # %% [markdown]
 # ## 4.2.3 The dense MLP, used twice
 #
-# Layer 0 has one MLP of width 33,792 in place of experts; every other layer has the shared experts, which K3 stores as one MLP of width
-# 6,144. Both are the same three products on the full-width $x$; only the prefix of the tensor names differs.
+# Layer 0 has one MLP of width 33,792 in place of experts; every other layer has the shared experts, which K3 stores as
+# one MLP of width 6,144. Both are the same three products on the full-width $x$; only the prefix of the tensor names
+# differs.
 
 # %% tags=["export"]
-DENSE_ORDER = ("gate_proj", "up_proj", "down_proj")
+def dense_mlp(W: LayerWeights, x: np.ndarray, situ: Situ, threads: int, prefix: str = "") -> np.ndarray:
+    """down SiTU(gate x, up x), float32 [T, H], for `x` float32 [T, H].
 
-
-def dense_mlp(W, x, beta, linear_beta, prefix=""):
-    "down SiTU(gate x, up x), float32 [T, H]. Takes W[prefix + name] once for each name of DENSE_ORDER, in that order."
-    gate, up = linear(W[prefix + "gate_proj"], x), linear(W[prefix + "up_proj"], x)
-    return linear(W[prefix + "down_proj"], situ_glu(gate, up, beta, linear_beta))
+    Takes W[prefix + name] once for gate_proj, up_proj and down_proj, in that order. Any number of `threads` gives the
+    same bits. Raises ValueError where shapes do not fit, NotFinite where a product is infinite or NaN.
+    """
+    gate, up = linear(W[prefix + "gate_proj"], x, threads), linear(W[prefix + "up_proj"], x, threads)
+    return linear(W[prefix + "down_proj"], situ_glu(gate, up, situ), threads)
 
 
 # %% [markdown]
-# `W` gives each matrix once, in order, because a streamed one goes by once. `fixtures/ops/latent_moe` holds a layer of width 48
-# with a shared MLP of width 64, in float32.
+# `W` gives each matrix once, in order, because a streamed matrix is read once for each forward pass.
+# `fixtures/ops/latent_moe` holds a layer of width 48 with a shared MLP of width 64, in float32.
 
 # %%
 moe = load_file(ROOT / "fixtures/ops/latent_moe.safetensors")
 W = {n: ResidentMatrix(moe[n]) if moe[n].ndim == 2 else moe[n]
-     for n in ("gate", "e_score_correction_bias", "routed_expert_down_proj", "routed_expert_norm", "routed_expert_up_proj")}
-W |= {f"shared_experts.{n}": ResidentMatrix(moe[f"shared_{n}"]) for n in DENSE_ORDER}
+     for n in ("gate", "e_score_correction_bias", "routed_expert_down_proj", "routed_expert_norm",
+               "routed_expert_up_proj")}
+W |= {f"shared_experts.{n}": ResidentMatrix(moe[f"shared_{n}"]) for n in ("gate_proj", "up_proj", "down_proj")}
 
 
 def mlp64(x):
-    gate, up, down = (moe[f"shared_{n}"].astype(np.float64) for n in DENSE_ORDER)
+    gate, up, down = (moe[f"shared_{n}"].astype(np.float64) for n in ("gate_proj", "up_proj", "down_proj"))
     return down @ situ_reference(gate @ x, up @ x)
 
 
-shared = dense_mlp(W, moe["x"], 4, 25, "shared_experts.")[0]
+shared = dense_mlp(W, moe["x"], SITU, CORES, "shared_experts.")[0]
 expected = mlp64(moe["x"][0].astype(np.float64))
 assert np.abs(shared - expected).max() < 1e-5 * np.abs(expected).max()
 print("shared path against float64, within 1e-5:", True)
@@ -199,47 +223,39 @@ print("shared path against float64, within 1e-5:", True)
 # %% [markdown]
 # ## 4.2.4 One routed expert, never unpacked
 #
-# An expert is six byte arrays. Its products run on the packed form of 1.2: unpacked to float32 it would be 7.5 times as large,
-# and would have to be written and read again for every token that wants it.
+# An expert is three packed matrices: six byte arrays. Its products run on the packed form of 1.1. Unpacked to float32
+# it would be 7.5 times as large, and would have to be written and read again for every token that chose it.
 #
-# An expert is asked for two things only, its width and the product of one of its matrices. One that is still on its way from the disk (5.16)
-# can answer both. Each product runs on the thread that asks: there are sixteen experts a layer to share among the threads.
+# The three are matrices like any other: they have a shape and a product. So an expert whose bytes are still to be read
+# from disk (5.16) can stand in the same place. Each product runs on the thread that calls it, because a layer has
+# sixteen experts to share among the threads.
 
 # %% tags=["export"]
 class Expert(NamedTuple):
-    "One routed expert's packed matrices, uint8: w1 gate and w3 up [I, L/2], w2 down [L, I/2]; scales [I, L/32], [L, I/32]."
+    "One routed expert of width I in a latent of width L."
 
-    w1: np.ndarray
-    w1_scale: np.ndarray
-    w2: np.ndarray
-    w2_scale: np.ndarray
-    w3: np.ndarray
-    w3_scale: np.ndarray
+    w1: Matrix  # gate [I, L]
+    w2: Matrix  # down [L, I]
+    w3: Matrix  # up [I, L]
 
-    @property
-    def width(self):
-        "The number of rows of w1, and of w3."
-        return len(self.w1)
-
-    def multiply(self, name, halves, out):
-        "out float32 [m, n] = x W^T for W one of w1, w2 and w3, on the calling thread; `halves` is mxfp4.halved(x)."
-        packed, scale = getattr(self, name), getattr(self, name + "_scale")
-        check_packed(packed, scale, halves.shape, out.shape)
-        matmul_rows((packed, scale), halves, out, 0)
+    @classmethod
+    def packed(cls, arrays: Sequence[Any]) -> "Expert":
+        "From six arrays (or extents) in the order of the files: packed weights and scales of w1, of w2, of w3."
+        return cls(*(PackedMatrix(*arrays[i:i + 2]) for i in (0, 2, 4)))
 
 
-def expert_mlp(expert, z, beta, linear_beta, out):
+def expert_mlp(expert: Expert, z: np.ndarray, situ: Situ, out: np.ndarray) -> np.ndarray:
     """out = w2 SiTU(w1 z, w3 z), float32 [m, L], for `z` float32 [m, L], on the calling thread.
 
-    `expert`: an Expert, or what has its .width and .multiply. No weight is unpacked in memory. Raises NotFinite naming w1, w2 or w3.
+    Raises NotFinite, whose .matrix is "w1", "w2" or "w3", where a product is infinite or NaN.
     """
-    gate, up, hidden = np.empty((3, len(z), expert.width), np.float32)
-    halves = deinterleaved(z)
-    expert.multiply("w1", halves, gate)
-    check_product(gate, z, matrix="w1")  # before the nonlinearity: tanh makes an innocent 1 of infinity
-    expert.multiply("w3", halves, up)
+    gate, up, hidden = np.empty((3, len(z), expert.w1.shape[0]), np.float32)
+    expert.w1.multiply(z, gate, 1)
+    check_product(gate, z, matrix="w1")  # before SiTU, because the tanh of infinity is an ordinary 1
+    expert.w3.multiply(z, up, 1)
     check_product(up, z, matrix="w3")
-    expert.multiply("w2", deinterleaved(situ_glu(gate, up, beta, linear_beta, hidden)), out)
+    situ_glu(gate, up, situ, hidden)
+    expert.w2.multiply(hidden, out, 1)
     check_product(out, hidden, matrix="w2")
     return out
 
@@ -248,18 +264,18 @@ def expert_mlp(expert, z, beta, linear_beta, out):
 def expert_of(f, e, suffix=""):
     "Expert e of the fixture; `suffix` picks its second set of w2 scales."
     names = ("w1_packed", "w1_scale", "w2_packed", "w2_scale" + suffix, "w3_packed", "w3_scale")
-    return Expert(*(np.ascontiguousarray(f[name][e]) for name in names))
+    return Expert.packed([np.ascontiguousarray(f[name][e]) for name in names])
 
 
 def expert64(expert, z):
-    w1, w2, w3 = (decode(*pair).astype(np.float64) for pair in (expert[0:2], expert[2:4], expert[4:6]))
+    w1, w2, w3 = (decode(*matrix).astype(np.float64) for matrix in expert)
     return w2 @ situ_reference(w1 @ z, w3 @ z)
 
 
 z = np.random.default_rng(seed).normal(size=(5, 64)).astype(np.float32)
 worst = 0
 for e in range(8):
-    found = expert_mlp(expert_of(moe, e), z, 4, 25, np.empty_like(z))
+    found = expert_mlp(expert_of(moe, e), z, SITU, np.empty_like(z))
     expected = np.stack([expert64(expert_of(moe, e), row) for row in z.astype(np.float64)])
     worst = max(worst, np.abs(found - expected).max() / np.abs(expected).max())
 assert worst < 1e-5
@@ -268,13 +284,14 @@ print("8 experts, 5 tokens each, against float64, within 1e-5:", worst < 1e-5)
 # %% [markdown]
 # ## 4.2.5 Any order of arrival, one result
 #
-# Experts come from a disk in whatever order it likes. Float addition is not associative, so adding each answer as it arrives would make
-# the output depend on the disk. First, how bad that is: three chosen experts, all six orders.
+# Experts come from a disk in an order that changes from run to run. Float addition is not associative, so adding each
+# answer as it arrives would make the output depend on the disk. First, how bad that is: three chosen experts, all six
+# orders.
 
 # %%
 ids, weights = route(linear(W["gate"], moe["x"]), moe["e_score_correction_bias"], 3, 1.0)
 z = linear(W["routed_expert_down_proj"], moe["x"])
-answer = {e: expert_mlp(expert_of(moe, e), z, 4, 25, np.empty_like(z)) for e in ids[0].tolist()}
+answer = {e: expert_mlp(expert_of(moe, e), z, SITU, np.empty_like(z)) for e in ids[0].tolist()}
 sums = set()
 for order in permutations(range(3)):
     u = np.zeros_like(z)
@@ -286,13 +303,25 @@ assert len(sums) > 1
 
 
 # %% [markdown]
-# So an answer is kept until all are there, and the sum runs in rank order. The (token, rank) pairs of a chunk are sorted by
-# expert: the tokens of one expert become neighbouring rows, written by one product, and `place` says where each pair went.
-# Those rows belong to that expert alone, so `each` may call for several experts at once, on any thread.
+# So answers are stored until all have been computed, and the sum runs in rank order. The (token, rank) pairs of a chunk
+# are sorted by expert: the tokens of one expert become neighbouring rows, written by one product, and `place` says
+# where each pair went. Those rows belong to that expert alone, so `experts.map` may call for several experts at once,
+# on any thread.
 
 # %% tags=["export"]
+class LayerExperts(Protocol):
+    "The routed experts of one layer."
+
+    def request(self, ids: list[int]) -> None:
+        "Say which experts the next map() is for: each id once, rising. Reading may begin now."
+
+    def map(self, work: Callable[[int, Expert], None], threads: int) -> None:
+        "Call work(id, expert) once for each requested expert, in any order, on at most `threads` threads at once."
+
+
 @kernel
 def _weighted_sum(rows, place, weights, out):
+    "out[t] = sum over ranks r of weights[t, r] * rows[place[t, r]], in rank order."
     for t in range(out.shape[0]):
         for i in range(out.shape[1]):
             out[t, i] = _ZERO
@@ -302,33 +331,35 @@ def _weighted_sum(rows, place, weights, out):
                 out[t, i] = fma(w, row[i], out[t, i])
 
 
-def routed_sum(experts, z, ids, weights, beta, linear_beta):
-    """u[t] = sum over ranks r of weights[t, r] * expert ids[t, r] (z[t]), float32 [T, L], in rank order.
+def routed_sum(experts: LayerExperts, z: np.ndarray, ids: np.ndarray, weights: np.ndarray, situ: Situ,
+               threads: int) -> np.ndarray:
+    """u[t] = sum over ranks r of weights[t, r] * (expert ids[t, r] of z[t]), float32 [T, L], in rank order.
 
-    experts.each calls back with every expert once; it works on the tokens that chose it, whatever the order of arrival. Raises
-    RuntimeError when one arrives that is not due, or one that is due does not arrive, NotFinite with (expert, "w1", "w2" or "w3") as its matrix.
+    `z` float32 [T, L]; `ids` int32 [T, k], already requested; `weights` float32 [T, k]. The order in which experts.map
+    brings the experts does not change a bit. Raises RuntimeError if it brings an expert that was not chosen, brings one
+    twice or leaves one out; NotFinite, whose .matrix is (expert id, "w1", "w2" or "w3"), where a product is not finite.
     """
     T, k = ids.shape
     pairs = np.argsort(ids, axis=None, kind="stable")  # (token, rank) pairs, those of one expert side by side
     place = np.empty(T * k, np.int64)
     place[pairs] = np.arange(T * k)
     chosen, counts = np.unique(ids, return_counts=True)
-    due = {int(e): slice(end - n, end) for e, n, end in zip(chosen, counts, np.cumsum(counts))}
+    rows_of = {int(e): slice(end - n, end) for e, n, end in zip(chosen, counts, np.cumsum(counts))}  # not yet computed
     rows = np.empty((T * k, z.shape[1]), np.float32)
 
-    def use(e, expert):
-        if e not in due:
-            raise RuntimeError(f"expert {e} arrived, but those still due are {sorted(due)}")
-        mine = due.pop(e)
+    def work(e, expert):
+        if e not in rows_of:
+            raise RuntimeError(f"expert {e} arrived, but those still due are {sorted(rows_of)}")
+        mine = rows_of.pop(e)
         try:
-            expert_mlp(expert, z[pairs[mine] // k], beta, linear_beta, rows[mine])
+            expert_mlp(expert, z[pairs[mine] // k], situ, rows[mine])
         except NotFinite as error:
             error.matrix = e, error.matrix
             raise
 
-    experts.each(use, CORES)
-    if due:
-        raise RuntimeError(f"experts {sorted(due)} were requested and did not arrive")
+    experts.map(work, threads)
+    if rows_of:
+        raise RuntimeError(f"experts {sorted(rows_of)} were requested and did not arrive")
     u = np.empty_like(z)
     _weighted_sum(rows, place.reshape(T, k), weights, u)
     return u
@@ -344,7 +375,7 @@ class Resident:
     def request(self, ids):
         self.ids = ids
 
-    def each(self, work, threads):
+    def map(self, work, threads):
         for e in self.rng.permutation(self.ids):
             self.fetched += 1
             work(int(e), self.experts[e])
@@ -354,7 +385,7 @@ def random_expert(rng, L, I):
     "Random codes; scales near 2^-5."
     def matrix(n, k):
         return rng.integers(0, 256, (n, k // 2), np.uint8), rng.integers(120, 124, (n, k // 32), np.uint8)
-    return Expert(*matrix(I, L), *matrix(L, I), *matrix(I, L))
+    return Expert.packed([*matrix(I, L), *matrix(L, I), *matrix(I, L)])
 
 
 rng = np.random.default_rng(seed)
@@ -365,7 +396,7 @@ ids, weights = route(rng.normal(size=(23, 12)).astype(np.float32), np.zeros(12, 
 
 def run(first, last):
     crowd.request(np.unique(ids[first:last]).tolist())
-    return routed_sum(crowd, z[first:last], ids[first:last], weights[first:last], 4, 25)
+    return routed_sum(crowd, z[first:last], ids[first:last], weights[first:last], SITU, CORES)
 
 
 whole = run(0, 23).tobytes()
@@ -376,7 +407,8 @@ print("10 shuffled arrivals and 3 ways to cut 23 tokens: different results", len
 
 
 # %% [markdown]
-# An expert that never comes, or one that nobody asked for, must not become a quieter token.
+# An expert that does not arrive, arrives twice or was not chosen must be an error. Otherwise the sum would be wrong and
+# nothing would show it.
 
 # %%
 class Faulty(Resident):
@@ -384,7 +416,7 @@ class Faulty(Resident):
         super().__init__(crowd.experts, rng)
         self.change = change
 
-    def each(self, work, threads):
+    def map(self, work, threads):
         for e in self.change(self.ids):
             work(int(e), self.experts[e])
 
@@ -394,37 +426,45 @@ for change in (lambda ids: ids[:-1], lambda ids: ids + ids[:1], lambda ids: [str
     faulty = Faulty(change)
     faulty.request(np.unique(ids[:1]).tolist())
     try:
-        routed_sum(faulty, z[:1], ids[:1], weights[:1], 4, 25)
+        routed_sum(faulty, z[:1], ids[:1], weights[:1], SITU, CORES)
     except RuntimeError as error:
         print(error)
 
 # %% [markdown]
 # ## 4.2.6 The layer
 #
-# The router speaks first, and the request for experts leaves at once: the down-projection and the shared path compute
-# while the disk works. Norm on the aggregate, up-projection, and the shared path added without a weight.
+# The router comes first, and its experts are requested at once: the down-projection and the shared path compute while
+# the disk reads. Then the norm of the sum, the up-projection, and the shared path added without a weight.
 
 # %% tags=["export"]
-MOE_ORDER = ("gate", "e_score_correction_bias", "routed_expert_down_proj", "shared_experts.gate_proj",
-             "shared_experts.up_proj", "shared_experts.down_proj", "routed_expert_norm", "routed_expert_up_proj")
+class MoEShape(NamedTuple):
+    "The numbers of an MoE layer. They are the same in all MoE layers of a model."
+
+    top_k: int  # experts a token chooses, the config's num_experts_per_token: 16
+    scale: float  # routed_scaling_factor: 1
+    situ: Situ
+    eps: float  # of the norm on the sum of the experts, rms_norm_eps: 1e-5
 
 
-def moe_layer(W, experts, x, top_k, scale, beta, linear_beta, eps, on_route=None):
-    """One layer's feed-forward part, float32 [T, H], for normed input `x` float32 [T, H]: latent experts plus the shared path.
+def moe_layer(W: LayerWeights, experts: LayerExperts, x: np.ndarray, shape: MoEShape, threads: int,
+              on_route: Callable[[np.ndarray, np.ndarray], None] | None = None) -> np.ndarray:
+    """The feed-forward part of one layer, latent experts plus the shared path, float32 [T, H].
 
-    `W` maps each name of MOE_ORDER to a matrix or a float32 vector; each is taken once, in that order. `experts` has
-    .request(sorted ids), called as soon as the router has spoken, and .each(work, threads), which calls work(id, expert) once each,
-    in any order. `on_route(ids, weights)` is shown the routing. Order of arrival and cut of the tokens change no bit.
+    `x` float32 [T, H] is the normed input. `W` has the short names that `tensors` lists for "moe"; each is taken once,
+    in that order. `experts` are requested as soon as they are known; on_route(ids, weights) is then called with the
+    routing, int32 and float32 [T, top_k]. Calls with the same tokens, however cut, give the same bits, and so does any
+    number of `threads` and any order of the experts. Raises ValueError where shapes do not fit, NotFinite where a
+    number is infinite or NaN.
     """
-    ids, weights = route(linear(W["gate"], x), W["e_score_correction_bias"], top_k, scale)
+    ids, weights = route(linear(W["gate"], x, threads), W["e_score_correction_bias"], shape.top_k, shape.scale)
     experts.request(np.unique(ids).tolist())
     if on_route is not None:
         on_route(ids, weights)
-    z = linear(W["routed_expert_down_proj"], x)
-    shared = dense_mlp(W, x, beta, linear_beta, "shared_experts.")
-    u = routed_sum(experts, z, ids, weights, beta, linear_beta)
-    normed = rms_norm(u, W["routed_expert_norm"], eps)
-    return linear(W["routed_expert_up_proj"], normed) + shared
+    z = linear(W["routed_expert_down_proj"], x, threads)
+    shared = dense_mlp(W, x, shape.situ, threads, "shared_experts.")
+    u = routed_sum(experts, z, ids, weights, shape.situ, threads)
+    normed = rms_norm(u, W["routed_expert_norm"], shape.eps)
+    return linear(W["routed_expert_up_proj"], normed, threads) + shared
 
 
 # %%
@@ -436,15 +476,17 @@ class FromFixture(Resident):
 cases = {"plain": ("", 1.0), "quiet": ("_quiet", 2.5)}
 for case, (suffix, scale) in cases.items():
     seen = []
-    y = moe_layer(W, FromFixture(suffix), moe["x"], 3, scale, 4, 25, 1e-5, on_route=lambda *routing: seen.extend(routing))
+    shape = MoEShape(top_k=3, scale=scale, situ=SITU, eps=1e-5)
+    y = moe_layer(W, FromFixture(suffix), moe["x"], shape, CORES, on_route=lambda *routing: seen.extend(routing))
     off = np.abs(y[0] - moe["y" + suffix]).max() / np.abs(moe["y" + suffix]).max()
     print(f"{case}: experts {np.sort(seen[0][0]).tolist()}, output within 1e-5: {off < 1e-5}")
     assert off < 1e-5 and np.array_equal(np.sort(seen[0][0]), moe["ids" + suffix])
 
 
 # %% [markdown]
-# The fixture comes twice: *plain*, and *quiet*, where the experts whisper (small `w2` scales) and the scaling factor is 2.5. The norm
-# divides any common factor of the weights away, unless the sum is so small that `eps` counts. Only there can a wrong factor be seen.
+# The fixture comes twice: *plain*, and *quiet*, where the experts whisper (small `w2` scales) and the scaling factor is
+# 2.5. The norm divides any common factor of the weights away, unless the sum is so small that `eps` counts. Only there
+# can a wrong factor be seen.
 #
 # Below is the layer in float64, with eleven places to go wrong.
 
@@ -462,7 +504,7 @@ def layer64(case, wrong=None):
     z = f["routed_expert_down_proj"] @ x
     experts = [expert_of(moe, e, suffix) for e in ids]
     if wrong == "w1 and w3 swapped":
-        experts = [Expert(*e[4:6], *e[2:4], *e[0:2]) for e in experts]
+        experts = [Expert(e.w3, e.w2, e.w1) for e in experts]
     answers = np.stack([expert64(e, z) for e in experts])
     n, U = f["routed_expert_norm"], f["routed_expert_up_proj"]
     if wrong == "norm per expert":
@@ -515,9 +557,9 @@ plt.show()
 # %% [markdown]
 # ## 4.2.7 Make it fast
 #
-# Two ladders. The first is SiTU over 6,144 channels: numpy writes an array for every operation, the kernel one. With its result
-# written over its input the kernel falls back to one channel at a time, because vectors are safe only where nothing overlaps, and
-# that is tested as it runs. Hence the third buffer in `expert_mlp`.
+# Two ladders. The first is SiTU over 6,144 channels: numpy writes an array for every operation, the kernel one. With
+# its result written over its input the kernel falls back to one channel at a time, because vectors are safe only where
+# nothing overlaps, and that is tested as it runs. Hence the third buffer in `expert_mlp`.
 
 # %%
 def seconds(f, repeat=15):
@@ -541,43 +583,44 @@ out, over = np.empty_like(gate), np.empty_like(gate)
 
 def in_place():
     over[:] = gate
-    situ_glu(over, up, 4, 25, over)
+    situ_glu(over, up, SITU, over)
 
 
 in_place()
 truth = situ_reference(gate, up)
-for name, found in (("numpy", situ_numpy(gate, up)), ("kernel", situ_glu(gate, up, 4, 25, out)), ("in place", over)):
+for name, found in (("numpy", situ_numpy(gate, up)), ("kernel", situ_glu(gate, up, SITU, out)), ("in place", over)):
     assert np.abs(found - truth).max() < 1e-5 * np.abs(truth).max(), name
 
 # %% tags=["nbval-ignore-output"]
 for name, f in (("numpy, float32", lambda: situ_numpy(gate, up)), ("kernel, over its own input", in_place),
-                ("kernel, into a third buffer", lambda: situ_glu(gate, up, 4, 25, out))):
+                ("kernel, into a third buffer", lambda: situ_glu(gate, up, SITU, out))):
     print(f"{name:28} {seconds(f, 100) / 6144 * 1e9:5.1f} ns a channel")
 
 
 # %% [markdown]
-# The second is an expert of K3's own shape that eight tokens of a chunk chose. What matters is how often its bytes go by.
+# The second is an expert of K3's own shape that eight tokens of a chunk chose. What matters is how often its bytes
+# cross memory.
 
 # %%
 def unpack(expert, z):
     "The plain form: three float32 matrices, then numpy."
-    gate, up = z @ decode(expert.w1, expert.w1_scale).T, z @ decode(expert.w3, expert.w3_scale).T
-    return situ_numpy(gate, up) @ decode(expert.w2, expert.w2_scale).T
+    w1, w2, w3 = (decode(*matrix) for matrix in expert)
+    return situ_numpy(z @ w1.T, z @ w3.T) @ w2.T
 
 
 def token_by_token(expert, z):
-    return np.concatenate([expert_mlp(expert, z[t:t + 1], 4, 25, np.empty_like(z[:1])) for t in range(len(z))])
+    return np.concatenate([expert_mlp(expert, z[t:t + 1], SITU, np.empty_like(z[:1])) for t in range(len(z))])
 
 
 def once(expert, z):
-    return expert_mlp(expert, z, 4, 25, np.empty_like(z))
+    return expert_mlp(expert, z, SITU, np.empty_like(z))
 
 
 expert = random_expert(rng, latent, intermediate)
 z = rng.normal(size=(8, latent)).astype(np.float32)
-packed_bytes, wide_bytes = sum(a.nbytes for a in expert), 3 * latent * intermediate * 4
-ladder = [("unpacked to float32", unpack, packed_bytes + 2 * wide_bytes), ("packed, token by token", token_by_token, 8 * packed_bytes),
-          ("packed, once for all", once, packed_bytes)]
+packed_bytes, wide_bytes = sum(a.nbytes for matrix in expert for a in matrix), 3 * latent * intermediate * 4
+ladder = [("unpacked to float32", unpack, packed_bytes + 2 * wide_bytes),
+          ("packed, token by token", token_by_token, 8 * packed_bytes), ("packed, once for all", once, packed_bytes)]
 plain = unpack(expert, z)
 for name, rung, _ in ladder:
     assert np.abs(rung(expert, z) - plain).max() < 1e-5 * np.abs(plain).max(), name
@@ -589,15 +632,15 @@ for name, rung, moved in ladder:
     print(f"{name:24} {seconds(lambda: rung(expert, z), 3) * 1e3:7.1f} ms for 8 tokens, {moved / 1e6:6.1f} MB moved")
 
 # %% [markdown]
-# What is left is Python's share: three products, a gather and the bookkeeping of one expert, measured on one too small to cost
-# anything else. A token has 16 × 92 of them.
+# What is left is Python's share: three products, a gather and the bookkeeping of one expert, measured on one too small
+# to cost anything else. A token has 16 × 92 of them.
 
 # %% tags=["nbval-ignore-output"]
 small = Resident([random_expert(rng, 32, 32) for _ in range(16)], rng)
 small.request(list(range(16)))
 z, ids, weights = z[:1, :32].copy(), np.arange(16, dtype=np.int32)[None], np.full((1, 16), np.float32(1 / 16))
-each = seconds(lambda: routed_sum(small, z, ids, weights, 4, 25), 100) / 16
-print(f"overhead {each * 1e6:.0f} us an expert, {each * 16 * 92 * 1e3:.0f} ms a token")
+an_expert = seconds(lambda: routed_sum(small, z, ids, weights, SITU, 1), 100) / 16
+print(f"overhead {an_expert * 1e6:.0f} us an expert, {an_expert * 16 * 92 * 1e3:.0f} ms a token")
 
 # %% [markdown]
 # ## 4.2.8 Cost for K3
@@ -606,15 +649,18 @@ print(f"overhead {each * 1e6:.0f} us an expert, {each * 16 * 92 * 1e3:.0f} ms a 
 layers, expert_bytes = 92, 3 * 3584 * 3072 * 17 // 32
 shared_bytes, latent_bytes = 3 * 6144 * 7168 * 2, 2 * 3584 * 7168 * 2
 print(f"an expert {expert_bytes:,} bytes, {expert_bytes * 8 / (3 * 3584 * 3072)} bits a weight")
-print(f"all {896 * layers:,} of them {896 * layers * expert_bytes:,} bytes; a token reads {16 * layers * expert_bytes / 1e9:.2f} GB")
+print(f"all {896 * layers:,} of them {896 * layers * expert_bytes:,} bytes; "
+      f"a token reads {16 * layers * expert_bytes / 1e9:.2f} GB")
 print(f"they are {896 * layers * expert_bytes / 1_560_860_324_864:.0%} of the checkpoint's payload")
 print(f"a layer's shared path {shared_bytes / 1e6:.0f} MB, into the latent and back {latent_bytes / 1e6:.0f} MB")
-print(f"half width saves {3 * 3072 * (7168 - 3584) * 17 / 32 * 16 / 1e6:.0f} of {3 * 3072 * 7168 * 17 / 32 * 16 / 1e6:.0f} MB of experts a layer")
-print(f"answers kept until the sum: {16 * 3584 * 4:,} bytes a token")
+full_width = 3 * 3072 * 7168 * 17 / 32 * 16
+print(f"half width saves {full_width / 2 / 1e6:.0f} of {full_width / 1e6:.0f} MB of experts a layer")
+print(f"answers stored until the sum: {16 * 3584 * 4:,} bytes a token")
 
 # %% [markdown]
-# In a chunk each trunk byte and each chosen expert is read once. How many experts that is depends on how alike the tokens are; unrelated
-# ones, drawn here at random, are the worst case. The counts come from `routed_sum` on tiny stand-ins, 896 of them.
+# In a chunk each trunk byte and each chosen expert is read once. How many experts that is depends on how alike the
+# tokens are; unrelated ones, drawn here at random, are the worst case. The counts come from `routed_sum` on tiny
+# stand-ins, 896 of them.
 
 # %%
 many = Resident([random_expert(rng, 32, 32)] * 896, rng)
@@ -623,7 +669,7 @@ for T in chunks:
     ids, weights = route(rng.normal(size=(T, 896)).astype(np.float32), np.zeros(896, np.float32), 16, 1.0)
     many.fetched = 0
     many.request(np.unique(ids).tolist())
-    routed_sum(many, np.ones((T, 32), np.float32), ids, weights, 4, 25)
+    routed_sum(many, np.ones((T, 32), np.float32), ids, weights, SITU, CORES)
     fetched.append(many.fetched)
 trunk = np.array([108_811_877_376 / T / 1e9 for T in chunks])
 routed = np.array([n * layers * expert_bytes / T / 1e9 for n, T in zip(fetched, chunks)])
@@ -637,7 +683,8 @@ ax.bar(range(len(chunks)), routed, color="C0", label="routed experts")
 ax.bar(range(len(chunks)), trunk, bottom=routed, color="C5", alpha=.6, label="trunk")
 ax.axhline(25.83, ls="--", lw=.8, color="C1", label="experts, one token at a time")
 ax.set_xticks(range(len(chunks)), chunks)
-ax.set(xlabel="tokens in the chunk", ylabel="GB read a token", title="A chunk shares the trunk at once, the experts slowly")
+ax.set(xlabel="tokens in the chunk", ylabel="GB read a token",
+       title="A chunk shares the trunk at once, the experts slowly")
 ax.legend()
 plt.show()
 
@@ -650,10 +697,11 @@ plt.show()
 #
 # ## Exercises
 #
-# 1. With `eps` = 0 the scaling factor could be any positive number. With 1e-5: by how much must all bytes of `w2_scale_quiet` be raised
-#    until dropping the factor of 2.5 passes the gate?
-# 2. Write `routed_sum` with a float64 accumulator that adds answers as they arrive. For how many of 1,000 shuffles do the float32 results differ?
-# 3. A chunk of 64 tokens keeps 64 × 16 answers. Rewrite the sum so that a token's answers are released as soon as its last expert is
-#    there, still in rank order, and measure the peak.
+# 1. With `eps` = 0 the scaling factor could be any positive number. With 1e-5: by how much must all bytes of
+#    `w2_scale_quiet` be raised until dropping the factor of 2.5 passes the gate?
+# 2. Write `routed_sum` with a float64 accumulator that adds answers as they arrive. For how many of 1,000 shuffles do
+#    the float32 results differ?
+# 3. A chunk of 64 tokens stores 64 × 16 answers. Rewrite the sum so that a token's answers are released as soon as its
+#    last expert is there, still in rank order, and measure the peak.
 #
-# Next: [5.1](../05_streaming/01_config.ipynb) begins the part that brings these weights from a disk.
+# Next: [5.1](../05_streaming/01_system.ipynb) begins the part that brings these weights from a disk.
