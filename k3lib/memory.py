@@ -28,6 +28,17 @@ def shown_size(n):
     return f"{n} B"
 
 
+def whole_number(name: str, value: object, low: int, high: int) -> int:
+    "`value` as an int between `low` and `high`. Raises UsageError naming the argument."
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = None
+    if number is None or isinstance(value, float) and value != number or not low <= number <= high:
+        raise UsageError(f"{name} is {value!r}: a whole number from {low} to {high} is needed")
+    return number
+
+
 def status_bytes(field):
     "A field of /proc/self/status in bytes, or None where there is no /proc."
     try:
@@ -101,6 +112,6 @@ def cgroup_free(membership="/proc/self/cgroup", root="/sys/fs/cgroup"):
 
 
 __all__ = [
-    "UNITS", "parse_size", "shown_size", "status_bytes", "resident_bytes", "peak_bytes", "read_call_bytes",
-    "available_bytes", "CGROUPS", "cgroup_free",
+    "UNITS", "parse_size", "shown_size", "whole_number", "status_bytes", "resident_bytes", "peak_bytes",
+    "read_call_bytes", "available_bytes", "CGROUPS", "cgroup_free",
 ]

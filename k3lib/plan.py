@@ -8,7 +8,7 @@ Made from book/05_streaming/18_plan.py: edit that, then run `make export`.
 # built on tensors cc1cdc1e6d7f
 # built on disk eb2705bb6ebb
 # built on layout d6526863dbe4
-# built on memory bccad6e80c57
+# built on memory e44afbc28c3c
 import dataclasses
 import os
 from k3lib.parallel import CORES

@@ -33,6 +33,17 @@ def shown_size(n):
     return f"{n} B"
 
 
+def whole_number(name: str, value: object, low: int, high: int) -> int:
+    "`value` as an int between `low` and `high`. Raises UsageError naming the argument."
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = None
+    if number is None or isinstance(value, float) and value != number or not low <= number <= high:
+        raise UsageError(f"{name} is {value!r}: a whole number from {low} to {high} is needed")
+    return number
+
+
 # %%
 print(parse_size("8GB"), parse_size("8GiB"), parse_size("900 MB"), shown_size(1_446_456_066_048))
 for text in ("lots", "-1GB", "8 gigs"):
