@@ -1,7 +1,7 @@
 """The `k3` command. Arguments in, exit code out: every command passes on to a chapter's module.
 
-The order of this file is that of a run: writing outputs, one function a command, the arguments, signals, errors. Modules of the
-book are imported inside the functions, so that `k3 --help` need not wait for a compiler.
+The order of this file is that of a run: writing outputs, one function a command, the arguments, signals, errors.
+Modules of the book are imported inside the functions, so that `k3 --help` need not wait for a compiler.
 """
 import argparse
 import contextlib
@@ -62,7 +62,7 @@ class OutputLost(Exception):
 
 
 def _say(text):
-    "Print one text and flush. Raises OutputLost, and KeyboardInterrupt if a signal's own was lost in a library's callback."
+    "Print and flush. Raises OutputLost, and KeyboardInterrupt for a signal whose own was lost in a library's callback."
     if _came:
         raise KeyboardInterrupt
     try:
@@ -112,13 +112,14 @@ def prompt_ids(path: str | os.PathLike, ids: str | None, prompt: str | bytes | N
     return encoded
 
 
-def decode(path: str | os.PathLike, ids: str | None = None, prompt: str | bytes | None = None, *, max_new_tokens: int = 8,
-           show: Callable[[str], object] = print, logits: list | None = None, trace: list | None = None, **options: Any) -> Any:
+def decode(path: str | os.PathLike, ids: str | None = None, prompt: str | bytes | None = None, *,
+           max_new_tokens: int = 8, show: Callable[[str], object] = print, logits: list | None = None,
+           trace: list | None = None, **options: Any) -> Any:
     """One whole run: encode, plan, load, decode greedily, report. Returns the Report.
 
-    `ids` '1,2,3' or `prompt`, str or bytes. `show` is given the plan, the prompt, each token as it comes, all ids and their
-    text, and the report. `logits`: a list that receives each step's float32 [vocab]; `trace`: one that receives (layer,
-    expert) of every request. `options`: ram, trunk, threads, readers of `load`. Raises what `load` raises.
+    `ids` '1,2,3' or `prompt`, str or bytes. `show` is given the plan, the prompt, each token as it comes, all ids and
+    their text, and the report. `logits`: a list that receives each step's float32 [vocab]; `trace`: one that receives
+    (layer, expert) of every request. `options`: ram, trunk, threads, readers of `load`. Raises what `load` raises.
     """
     from k3lib import engine
     from k3lib.config import read_config
@@ -130,8 +131,8 @@ def decode(path: str | os.PathLike, ids: str | None = None, prompt: str | bytes 
         raise UsageError("the prompt is empty: at least one token id is needed")
     engine.check_vocabulary(numbers, read_config(path))  # before gigabytes are read for it
     pinning = progress_bar(None, "B", desc="pinning", unit_scale=True)
-    model = engine.load(path, context=len(numbers) + max_new_tokens, prompt_tokens=len(numbers), progress=pinning.update,
-                        on_plan=lambda plan: show(plan.text()), **options)
+    model = engine.load(path, context=len(numbers) + max_new_tokens, prompt_tokens=len(numbers),
+                        progress=pinning.update, on_plan=lambda plan: show(plan.text()), **options)
     pinning.close()
     model.experts.trace = trace
     try:
@@ -172,14 +173,14 @@ def _shown_run(model, ids, max_new_tokens, show, logits):
 
 def _run(args, **lists):
     "Decode as the arguments say; the Report. `lists`: logits, trace as `decode` fills them."
-    prompt = None if args.prompt is None else os.fsencode(args.prompt)  # bytes of the shell that are not UTF-8 stay as they are
+    prompt = None if args.prompt is None else os.fsencode(args.prompt)  # bytes that are not UTF-8 stay as they are
     if args.prompt_file is not None:
         file = Path(args.prompt_file)
         if not file.is_file():
             raise FileNotFoundError(f"{args.prompt_file}: {'is no regular file' if file.exists() else 'no such file'}")
         prompt = file.read_bytes()
-    return decode(args.model, args.ids, prompt, max_new_tokens=args.max_new_tokens, show=_say, ram=args.ram, trunk=args.trunk,
-                  threads=args.threads, readers=args.readers, **lists)
+    return decode(args.model, args.ids, prompt, max_new_tokens=args.max_new_tokens, show=_say, ram=args.ram,
+                  trunk=args.trunk, threads=args.threads, readers=args.readers, **lists)
 
 
 def _decode(args):
@@ -286,7 +287,7 @@ def _verify(args):
 
 
 def pack_trunk(path: str | os.PathLike, folder: str | os.PathLike) -> str:
-    """Copy the trunk of the checkpoint in `path` to `folder`, or go on where that was interrupted; one line on the result.
+    """Copy the trunk of the checkpoint in `path` to `folder`, or go on where that was interrupted; the result's line.
 
     Raises what `load` and `pack` raise, and UsageError if `folder` is a file or lies in the model's own folder.
     """
@@ -302,17 +303,23 @@ def pack_trunk(path: str | os.PathLike, folder: str | os.PathLike) -> str:
     if checkpoint.path.resolve() in (folder.resolve(), *folder.resolve().parents):
         raise UsageError(f"{folder}: lies in the model's own folder, which is never written to")
     check_tensors(config, checkpoint)
-    names, found, began = list(forward_order(config)), len(list(folder.glob("*.safetensors"))), time.perf_counter()
+    names, found, began = list(forward_order(config)), len(_shards(folder)), time.perf_counter()
+    nbytes = sum(checkpoint.extent(name).nbytes for name in names)
     try:
-        with progress_bar(sum(checkpoint.extent(name).nbytes for name in names), "B", desc="packing", unit_scale=True) as bar:
+        with progress_bar(nbytes, "B", desc="packing", unit_scale=True) as bar:
             pack(checkpoint, names, folder, bar.update)
     except KeyboardInterrupt as stop:
-        stop.done = f"with {len(list(folder.glob('*.safetensors')))} files in {folder}: the same command goes on from there"
+        stop.done = f"with {len(_shards(folder))} files in {folder}: the same command goes on from there"
         raise
-    files = [file.stat() for file in folder.glob("*.safetensors")]
+    files = [file.stat() for file in _shards(folder)]
     size, on_disk = sum(file.st_size for file in files), 512 * sum(file.st_blocks for file in files)
-    return (f"{folder}: {len(files)} files of {shown_size(size)}, {shown_size(on_disk)} on disk; {len(files) - found} written "
-            f"and {found} found, all compared with {path}, in {time.perf_counter() - began:.1f} s")
+    return (f"{folder}: {len(files)} files of {shown_size(size)}, {shown_size(on_disk)} on disk; "
+            f"{len(files) - found} written and {found} found, all compared with {path}, "
+            f"in {time.perf_counter() - began:.1f} s")
+
+
+def _shards(folder):
+    return list(folder.glob("*.safetensors"))
 
 
 def _pack(args):
@@ -337,7 +344,8 @@ def _add_run(parser):
     parser.add_argument("--max-new-tokens", metavar="N", default="8")
     parser.add_argument("--ram", metavar="SIZE", default="8GB",
                         help="most memory to use: 8GB is 8e9 bytes, 8GiB 2^33 (default 8GB)")
-    parser.add_argument("--trunk", metavar="DIR", help="read the trunk from a folder that `k3 pack` has filled from this model")
+    parser.add_argument("--trunk", metavar="DIR",
+                        help="read the trunk from a folder that `k3 pack` has filled from this model")
     parser.add_argument("--threads", metavar="N", default=None, help="threads of the arithmetic (default: all cores)")
     parser.add_argument("--readers", metavar="N", default=None,
                         help="threads that read (default: 4; `k3 plan MODEL --measure` finds what the device wants)")
@@ -354,13 +362,14 @@ def _add_decode(commands):
 
 
 def _add_trace(commands):
-    parser = commands.add_parser("trace", help="record which experts a run requests; or what caches would make of such a record")
-    parser.add_argument("model", nargs="?", help="folder of the checkpoint; with --replay only for the size of an expert "
-                                                 "(default: the released model's)")
+    parser = commands.add_parser("trace", help="record which experts a run requests; or what caches would make of "
+                                               "such a record")
+    parser.add_argument("model", nargs="?", help="folder of the checkpoint; with --replay only for the size of an "
+                                                 "expert (default: the released model's)")
     _add_run(parser).add_argument("--replay", metavar="FILE",
                                   help="print hit rate against capacity for a trace, and decode nothing")
-    parser.add_argument("--out", metavar="FILE", help="write the trace: pairs of little-endian uint32, layer and expert, in the "
-                                                      "order of the requests")
+    parser.add_argument("--out", metavar="FILE", help="write the trace: pairs of little-endian uint32, layer and "
+                                                      "expert, in the order of the requests")
     parser.set_defaults(run=_trace)
 
 
@@ -368,7 +377,8 @@ def _add_plan_and_census(commands):
     parser = commands.add_parser("plan", help="what a budget would be spent on")
     parser.add_argument("model")
     parser.add_argument("--ram", metavar="SIZE", default="8GB")
-    parser.add_argument("--context", metavar="N", default="1024", help="positions there must be room for (default 1024)")
+    parser.add_argument("--context", metavar="N", default="1024",
+                        help="positions there must be room for (default 1024)")
     parser.add_argument("--measure", action="store_true",
                         help="read from the model's device for two seconds, and plan with as many readers as it wants")
     parser.set_defaults(run=_plan)
@@ -379,12 +389,12 @@ def _add_plan_and_census(commands):
 
 
 def _add_verify(commands):
-    parser = commands.add_parser("verify", help="check every file: headers, sizes, and hashes against a manifest or what the "
-                                                "download left behind; goes on where it was interrupted")
+    parser = commands.add_parser("verify", help="check every file: headers, sizes, and hashes against a manifest or "
+                                                "what the download left behind; goes on where it was broken off")
     parser.add_argument("model")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--manifest", metavar="FILE", help="a sha256sum file of the model's files (default: MODEL.sha256 beside the "
-                                                          "model, if there is one)")
+    which.add_argument("--manifest", metavar="FILE", help="a sha256sum file of the model's files (default: "
+                                                          "MODEL.sha256 beside the model, if there is one)")
     which.add_argument("--write-manifest", metavar="FILE", nargs="?", const=True,
                        help="write one, if nothing is damaged (default: MODEL.sha256 beside the model)")
     parser.add_argument("--json", metavar="FILE", help="write the account as JSON")
@@ -392,8 +402,8 @@ def _add_verify(commands):
 
 
 def _add_pack_and_synth(commands):
-    parser = commands.add_parser("pack", help="copy the trunk, read at every token, to a faster disk; goes on where it was "
-                                              "interrupted")
+    parser = commands.add_parser("pack", help="copy the trunk, read at every token, to a faster disk; goes on where it "
+                                              "was broken off")
     parser.add_argument("model")
     parser.add_argument("folder", metavar="DIR")
     parser.set_defaults(run=_pack)
@@ -427,13 +437,15 @@ def _stopping(command) -> Iterator[list[int]]:
     """The first SIGINT or SIGTERM raises KeyboardInterrupt, later ones do nothing. Yields the list of those that came.
 
     Python runs a signal's handler between two instructions. While a read stalls or a kernel runs long there is no such
-    moment. So a thread hears of the signal too, through a pipe, and ends the process if it is still alive after GRACE seconds.
+    moment. So a thread hears of the signal too, through a pipe, and ends the process if it is still alive after GRACE
+    seconds.
     """
     _came.clear()
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     hook, sys.unraisablehook = sys.unraisablehook, _hook_without_lost_signals(sys.unraisablehook)
-    before = {number: signal.signal(number, _receive) for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN}
+    heard = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _receive) for number in heard}
     others = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     watcher = threading.Thread(target=_end_late, args=(command, reader), name="k3-signals", daemon=True)
     watcher.start()
@@ -458,7 +470,7 @@ def _receive(number, frame):
 
 
 def _end_late(command, reader):
-    "The life of the watcher: wait for a signal's number in the pipe, then end the process after GRACE seconds. 0 ends the thread."
+    "The watcher's thread: wait in the pipe for a signal's number, then end the process after GRACE seconds; 0 ends it."
     number = os.read(reader, 1)[0]
     if number:
         time.sleep(GRACE)
@@ -471,7 +483,8 @@ def _end_late(command, reader):
 def _hook_without_lost_signals(hook):
     """sys.unraisablehook that is silent about a signal's KeyboardInterrupt.
 
-    A library drops an exception that is raised in its callback. The next _say raises this one again, so there is nothing to show.
+    A library drops an exception that is raised in its callback. The next _say raises this one again, so there is
+    nothing to show.
     """
     def shown(unraisable):
         if not (_came and unraisable.exc_type is KeyboardInterrupt):
@@ -492,11 +505,12 @@ def _exit_code(error):
     from k3lib.tokenizer import TokenizerError
     if isinstance(error, CheckpointError):
         return 4
-    return 2 if isinstance(error, (UsageError, TraceError, ConfigError, TokenizerError, SynthError, FileNotFoundError, NotADirectoryError)) else 1
+    return 2 if isinstance(error, (UsageError, TraceError, ConfigError, TokenizerError, SynthError,
+                                   FileNotFoundError, NotADirectoryError)) else 1
 
 
 def main(argv: list[str] | None = None) -> int:
-    "Run one command and return its exit code: 0, what _exit_code says, or 128 and the number of the signal that ended it."
+    "Run one command and return its exit code: 0, what _exit_code says, or 128 plus the number of the signal that came."
     args = _parser().parse_args(argv)
     if threading.current_thread() is not threading.main_thread():
         return _main(args, [])

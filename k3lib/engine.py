@@ -10,14 +10,14 @@ Made from book/05_streaming/22_engine.py: edit that, then run `make export`.
 # built on config 73a7c753c2bf
 # built on tensors cc1cdc1e6d7f
 # built on checkpoint 135607065727
-# built on model 3ae360d20852
+# built on model 90783c55d590
 # built on disk eb2705bb6ebb
 # built on trunk ade1238e61e3
 # built on experts 7891b7be55f5
-# built on memory e44afbc28c3c
-# built on plan e8c1d1a48a80
+# built on memory d94ee26e92db
+# built on plan 509f4f86dc59
 # built on pack b42b4c745888
-# built on state bc1c5ec461d9
+# built on state c9b2e2be422d
 # built on tokenizer 798cb9fa75d3
 import contextlib
 import dataclasses
@@ -91,7 +91,7 @@ class Report:
             ("model", self.model + " (synthetic weights)" * self.synthetic),
             ("trunk", "read from the model's own files" if self.trunk is None else f"packed in {self.trunk}"),
             ("tokens", f"{len(self.ids)} new, {self.threads} threads"),
-            ("seconds a step", ", ".join(f"{s:.3g}" for s in self.step_seconds[:6]) + ", ..." * (len(self.step_seconds) > 6)),
+            ("seconds a step", self._seconds()),
             ("wall", f"{self.wall_seconds:.2f} s: {self.compute_seconds:.2f} s computing, "
                      f"{self.io_wait_seconds:.2f} s waiting for bytes"),
             ("read", _by_part(self.bytes_read)),
@@ -102,6 +102,10 @@ class Report:
             ("peak memory", self._peak()),
         ]
         return "\n".join(["report", *(f"  {name:<18}{value}" for name, value in rows)])
+
+    def _seconds(self):
+        first = ", ".join(f"{seconds:.3g}" for seconds in self.step_seconds[:6])
+        return first + ", ..." * (len(self.step_seconds) > 6)
 
     def _read_calls(self):
         counted = ("the system keeps no count" if self.kernel_bytes is None
@@ -127,18 +131,21 @@ def _by_part(bytes_read):
 class Engine:
     """A model that decodes under its plan, and the one sequence it is reading. Made by `load`.
 
-    One call at a time, in the process that made it: a second thread and a forked child get a RuntimeError. So does a call
-    that would go on from an interrupted forward pass, until reset() or load_state().
+    One call at a time, in the process that made it: a second thread and a forked child get a RuntimeError. So does a
+    call that would go on from an interrupted forward pass, until reset() or load_state().
 
-    `config`, `plan`, `tokenizer` (or None), `stop` (ids that end an answer). `chunk`: the most tokens of a forward pass.
-    `on_layer(L)` is called after every layer of every pass: a token takes seconds. `steps`: a Step for each generated token.
+    `config`, `plan`, `tokenizer` (or None), `stop` (ids that end an answer). `chunk`: the most tokens of a forward
+    pass. `on_layer(L)` is called after every layer of every pass: a token takes seconds. `steps`: a Step for each
+    generated token.
     """
 
     def __init__(self, source: "Source", plan: Plan, files: Files, trunk: Trunk, experts: Experts, threads: int):
         self.source, self.plan, self.files, self.trunk, self.experts = source, plan, files, trunk, experts
         self.config, self.tokenizer, self.threads = source.config, source.tokenizer, threads
         self.chunk, self.context = plan.chunk, plan.context
-        self.stop = frozenset(self.config.eos_token_ids) | frozenset(source.tokenizer.stop_ids if source.tokenizer else ())
+        self.stop = frozenset(self.config.eos_token_ids)
+        if self.tokenizer:
+            self.stop |= frozenset(self.tokenizer.stop_ids)
         self.on_layer: Callable[[int], object] = lambda L: None
         self.steps: list[Step] = []
         self._wall_seconds = self._io_wait_seconds = 0.0
@@ -152,14 +159,15 @@ class Engine:
 
     @contextlib.contextmanager
     def _alone(self):
-        "A call that reads or moves the sequence. RuntimeError in a forked process, in a closed engine, and during another call."
+        "A call that reads or moves the sequence. RuntimeError in a forked process, when closed, during another call."
         if os.getpid() != self._process:
-            raise RuntimeError(f"this model belongs to process {self._process}, whose readers this one, forked from it, "
-                               "has not: load one here")
+            raise RuntimeError(f"this model belongs to process {self._process}, whose readers this one, forked from "
+                               "it, has not: load one here")
         if self._closed:
             raise RuntimeError("this model is closed: load one")
         if not self._call.acquire(blocking=False):
-            raise RuntimeError("another call of this model is under way: one at a time, so load a model for each thread")
+            raise RuntimeError("another call of this model is under way: one at a time, so load a model for each "
+                               "thread")
         try:
             self._moves += 1
             yield
@@ -172,7 +180,7 @@ class Engine:
                                "reset() or load_state() first")
 
     def prefill(self, ids: Iterable[int] | int) -> np.ndarray:
-        "Read `ids` (1 or more) after what came before; logits float32 [vocab] of the last. Raises UsageError on a bad id."
+        "Read `ids` (1 or more) after what came before; logits float32 [vocab] of the last. Raises what forward raises."
         return self.forward(ids, last_only=True)[-1]
 
     def step(self, token: int) -> np.ndarray:
@@ -215,7 +223,7 @@ class Engine:
         return self.trunk.wait_seconds + self.experts.wait_seconds
 
     def _checked(self, ids):
-        "The ids as a list of int. Raises UsageError for what is no id or does not fit, RuntimeError for an incomplete sequence."
+        "The ids as a list of int. Raises UsageError for what is no id or does not fit, RuntimeError before a reset."
         self._check_complete()
         ids = list(ids) if isinstance(ids, Iterable) and not isinstance(ids, (str, bytes)) else [ids]
         if not ids:
@@ -233,8 +241,8 @@ class Engine:
                  on_logits: Callable[[np.ndarray], object] | None = None) -> Iterator[int]:
         """Greedy decoding of a new sequence: yields up to `max_new_tokens` ids, the last an end id if one comes.
 
-        `on_logits` is shown each step's logits, float32 [vocab]. An engine has one sequence: if another call has moved it
-        since the last token, this generator ends with a RuntimeError.
+        `on_logits` is shown each step's logits, float32 [vocab]. An engine has one sequence: if another call has moved
+        it since the last token, this generator ends with a RuntimeError.
         """
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 30)
         self.reset()
@@ -272,11 +280,11 @@ class Engine:
             save_sequence(file, self.sequence, self.fingerprint())
 
     def load_state(self, file: str | os.PathLike) -> None:
-        """Go on with the sequence that save_state has written to `file`, at whatever budget, number of threads and context.
+        """Go on with the sequence that save_state has written to `file`, at any budget, number of threads and context.
 
-        Raises FileNotFoundError, StateError for a file that is damaged or of another model or version, UsageError if the
-        context is too small; the sequence has not changed then. A file that changes or fails during the second reading
-        leaves a sequence to be reset.
+        Raises FileNotFoundError, StateError for a file that is damaged or of another model or version, UsageError if
+        the context is too small; the sequence has not changed then. A file that changes or fails during the second
+        reading leaves a sequence to be reset.
         """
         with self._alone():
             load_sequence(file, self.sequence, self.fingerprint())
@@ -294,7 +302,10 @@ class Engine:
         return value if isinstance(value, np.ndarray) else self.files.array(extent, "other", 0, 1)
 
     def close(self) -> None:
-        "End the readers, close the shards and give the weights' memory back; `with` does it too. In a forked process: nothing."
+        """End the readers, close the shards and give the weights' memory back; `with` does it too.
+
+        A forked process has neither readers nor shards to close, so there this does nothing.
+        """
         if os.getpid() != self._process:
             return
         self._closed = True
@@ -333,7 +344,7 @@ class Engine:
         return row
 
     def _cause(self, error):
-        "One line on a NotFinite: the damaged number in the rows it names, else the tensor at which an activation overflowed."
+        "One line on a NotFinite: the damaged number in the rows it names, or the tensor where an activation overflows."
         name, L = error.tensor, layer_of(error.tensor)
         with_numbers = name  # the tensor whose rows may hold what is not finite
         if error.matrix:
@@ -401,12 +412,12 @@ class Source(NamedTuple):
 
 
 def open_source(path: str | os.PathLike, trunk: str | os.PathLike | None) -> Source:
-    "Read config, headers and tokenizer of a checkpoint, and the headers of its packed trunk if a folder is given; check them all."
+    "Read and check a checkpoint's config, headers and tokenizer, and the headers of a packed trunk in folder `trunk`."
     config, checkpoint = read_config(path), Checkpoint(path)
     check_tensors(config, checkpoint)
     packed = checkpoint if trunk is None else Packed(checkpoint, list(forward_order(config)), trunk)
-    tokenizer = open_tokenizer(path, config)
-    return Source(str(path), config, checkpoint, tokenizer, is_synthetic(path), packed, None if trunk is None else str(trunk))
+    tokenizer, trunk_folder = open_tokenizer(path, config), None if trunk is None else str(trunk)
+    return Source(str(path), config, checkpoint, tokenizer, is_synthetic(path), packed, trunk_folder)
 
 
 def start(source: Source, plan: Plan, threads: int, progress: Callable[[int], object] | None) -> Engine:
@@ -415,8 +426,8 @@ def start(source: Source, plan: Plan, threads: int, progress: Callable[[int], ob
     with contextlib.ExitStack() as undo:
         files = Files(source.trunk.identities)
         undo.callback(files.close)
-        trunk = Trunk(source.trunk, order, plan.pinned, row_multiples(config), files, part_of, plan.slots, plan.slot_bytes,
-                      plan.readers, progress, READ_AHEAD, frozenset(filter(is_router, order)))
+        trunk = Trunk(source.trunk, order, plan.pinned, row_multiples(config), files, part_of, plan.slots,
+                      plan.slot_bytes, plan.readers, progress, READ_AHEAD, frozenset(filter(is_router, order)))
         undo.callback(trunk.close)
         experts = Experts(lambda L, e: list(checkpoint.expert(L, e).values()), files, plan.expert_slots,
                           plan.expert_slot_bytes, expert_readers(config, plan.readers),
@@ -427,18 +438,23 @@ def start(source: Source, plan: Plan, threads: int, progress: Callable[[int], ob
         return engine
 
 
-def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLike | None = None, threads: int | None = None, *,
-         context: int = 1024, prompt_tokens: int | None = None, readers: int | None = None,
-         on_plan: Callable[[Plan], object] | None = None, progress: Callable[[int], object] | None = None) -> Engine:
-    """An Engine for the checkpoint in folder `path`, in a process that may hold `ram` bytes of memory ("8GB", "1GiB", an int).
+def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLike | None = None,
+         threads: int | None = None, *, context: int = 1024, prompt_tokens: int | None = None,
+         readers: int | None = None, on_plan: Callable[[Plan], object] | None = None,
+         progress: Callable[[int], object] | None = None) -> Engine:
+    """An Engine for the checkpoint in folder `path`.
 
-    What the process holds already counts, other models too. Two models that load at the same time do not know of each other.
+    `ram`: bytes of memory that this process may hold ("8GB", "1GiB", an int).
+
+    What it holds already counts, other models too. Two models that load at the same time do not know of each
+    other.
 
     `trunk`: a folder that `k3 pack` has filled from this checkpoint, to read the trunk from. `threads`: threads of
-    arithmetic, all cores if None. `context`: positions for which there must be room. `prompt_tokens`: the longest prompt, if
-    known: the prefill chunk need not be larger. `readers`: threads that read, at least one for each thread of arithmetic; see
-    `k3 plan --measure`. `on_plan` is shown the Plan before anything large is allocated, `progress` the bytes of each tensor
-    pinned. Raises ConfigError, CheckpointError, TokenizerError, UsageError and FileNotFoundError.
+    arithmetic, all cores if None. `context`: positions for which there must be room. `prompt_tokens`: the longest
+    prompt, if known: the prefill chunk need not be larger. `readers`: threads that read, at least one for each thread
+    of arithmetic; see `k3 plan --measure`. `on_plan` is shown the Plan before anything large is allocated, `progress`
+    the bytes of each tensor pinned. Raises ConfigError, CheckpointError, TokenizerError, UsageError and
+    FileNotFoundError.
     """
     return_freed_memory()
     budget = parse_size(ram)

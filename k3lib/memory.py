@@ -9,7 +9,8 @@ from pathlib import Path
 from k3lib.fileio import UsageError
 
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+         "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_size(text):
@@ -68,7 +69,10 @@ def read_call_bytes():
 
 
 def available_bytes():
-    "Bytes this process can still have: what the machine has free, or its cgroup if that is less; None where the system does not tell."
+    """Bytes this process can still have: what the machine has free, or its cgroup if that is less.
+
+    None where the system does not tell.
+    """
     try:
         with open("/proc/meminfo") as lines:
             free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -77,7 +81,8 @@ def available_bytes():
     return min([free, *cgroup_free()])
 
 
-# Per version: where the memory controller's folders begin, and the files for limit, usage and, in memory.stat, cold page cache.
+# Per version of cgroups: where the memory controller's folders begin, the files for limit and usage, and the line of
+# memory.stat that counts page cache which nobody has used lately.
 CGROUPS = {
     1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("", "memory.max", "memory.current", "inactive_file"),

@@ -30,9 +30,9 @@ LATENT_EPS = 1e-6  # of the two MLA latent norms: the reference class's default,
 class Sequence:
     """What one sequence of tokens carries from one forward pass to the next.
 
-    `position`: tokens read so far. `context`: positions for which there is room. `layers[L]`: a KDAState, or of an MLA layer
-    the latent KV cache, float32 [context, kv_lora_rank + qk_rope_head_dim], whose first `position` rows are in use.
-    `complete`: False while a forward pass is under way, and after one that did not reach its end.
+    `position`: tokens read so far. `context`: positions for which there is room. `layers[L]`: a KDAState, or of an MLA
+    layer the latent KV cache, float32 [context, kv_lora_rank + qk_rope_head_dim], whose first `position` rows are in
+    use. `complete`: False while a forward pass is under way, and after one that did not reach its end.
     """
 
     def __init__(self, config: Config, context: int):
@@ -115,9 +115,9 @@ class RoutedExperts(Protocol):
 class Model:
     """Kimi K3's text stack: the equations of a forward pass and their order.
 
-    `embedding(i)`: row i of the embedding, float32 [H]. `weight(name)`: a matrix or a float32 vector; a pass asks for every
-    name of forward_order once, in that order. `experts.layer(L)`: the routed experts of a layer. `threads`: threads of
-    arithmetic. A model has no state: what a sequence carries is in its Sequence.
+    `embedding(i)`: row i of the embedding, float32 [H]. `weight(name)`: a matrix or a float32 vector; a pass asks for
+    every name of forward_order once, in that order. `experts.layer(L)`: the routed experts of a layer. `threads`:
+    threads of arithmetic. A model has no state: what a sequence carries is in its Sequence.
     """
 
     def __init__(self, config: Config, embedding: Callable, weight: Callable, experts: RoutedExperts, threads: int):
@@ -127,9 +127,9 @@ class Model:
     def forward(self, ids: Ids[int], sequence: Sequence, wanted: int, watch: Callable | None = None) -> np.ndarray:
         """Read the chunk `ids` (T >= 1 of them); logits float32 [wanted, vocab] of its last `wanted` tokens.
 
-        Moves `sequence` on by T positions. `watch(name, layer, value)` is shown "router" (ids and weights, [T, k]) and "hidden"
-        (the running sum, [T, H]) of every layer, then "blocks", "mix" and "norm". Raises NotFinite for a product that is
-        infinite or NaN, its `tensor` the name of the weight that was taken last.
+        Moves `sequence` on by T positions. `watch(name, layer, value)` is shown "router" (ids and weights, [T, k]) and
+        "hidden" (the running sum, [T, H]) of every layer, then "blocks", "mix" and "norm". Raises NotFinite for a
+        product that is infinite or NaN, its `tensor` the name of the weight that was taken last.
         """
         set_num_threads(self.threads)
         weights, watch = PassWeights(self._weight), watch or (lambda *_: None)
@@ -187,8 +187,8 @@ class Model:
         beta, linear_beta = c.activation_situ_beta, c.activation_situ_linear_beta
         if kind == "dense":
             return dense_mlp(W, x, beta, linear_beta)
-        return moe_layer(W, self._experts.layer(L), x, c.num_experts_per_token, c.routed_scaling_factor, beta, linear_beta,
-                         c.rms_norm_eps, on_route=lambda ids, weights: watch("router", L, (ids, weights)))
+        return moe_layer(W, self._experts.layer(L), x, c.num_experts_per_token, c.routed_scaling_factor, beta,
+                         linear_beta, c.rms_norm_eps, on_route=lambda ids, weights: watch("router", L, (ids, weights)))
 
     def _logits(self, x, weights):
         "float32 [len(x), vocab]. A pass whose logits nobody wants ends before the head: 2.3 GB that need not be read."

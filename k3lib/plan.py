@@ -8,7 +8,7 @@ Made from book/05_streaming/18_plan.py: edit that, then run `make export`.
 # built on tensors cc1cdc1e6d7f
 # built on disk eb2705bb6ebb
 # built on layout d6526863dbe4
-# built on memory e44afbc28c3c
+# built on memory d94ee26e92db
 import dataclasses
 import os
 from k3lib.parallel import CORES
@@ -145,7 +145,7 @@ def make_plan(config, checkpoint, ram, context, prompt_tokens=None, threads=CORE
     if (len(pinned) == len(streams) or whole == expert) and left + experts * expert >= (experts + 1) * whole:
         all_experts = config.num_experts * (config.num_hidden_layers - first_moe)
         expert, experts = whole, min((left + experts * expert) // whole, all_experts + experts)  # one a reader keeps nothing
-    parts = {**fixed, f"activations, chunks of {chunk}": activation_bytes(config, chunk), "ring of row blocks": ring,
+    parts = {**fixed, f"activations, chunks of {chunk}": activation_bytes(config, chunk), "row block buffers": ring,
              "pinned trunk": pinned_bytes, f"expert slots, {experts}": experts * expert}
     plan = Plan(ram, parts, pinned, pinned_bytes, max(trunk, 1), slots, slot, experts, expert, readers, context, chunk)
     free = available_bytes()

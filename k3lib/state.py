@@ -7,7 +7,7 @@ Made from book/05_streaming/20_state.py: edit that, then run `make export`.
 # built on config 73a7c753c2bf
 # built on header 95af72a09a9a
 # built on checkpoint 135607065727
-# built on model 3ae360d20852
+# built on model 90783c55d590
 import dataclasses
 import hashlib
 import json
@@ -33,7 +33,7 @@ READ_BYTES = 1 << 20  # bytes read at a time
 
 
 def saved_arrays(sequence: Sequence, position: int) -> list[tuple[str, np.ndarray]]:
-    "[(name, float32 array)] in the order of the file, for a sequence at `position`; of a KV cache the rows in use. Views."
+    "[(name, float32 array)], views, in the order of the file, of a sequence at `position`; of a KV cache the used rows."
     named = []
     for L, layer in enumerate(sequence.layers):
         parts = {"latent": layer[:position]} if isinstance(layer, np.ndarray) else layer._asdict()
@@ -55,8 +55,8 @@ def about_bytes(model: str, position: int, sha256: str = "") -> bytes:
 def model_fingerprint(config: Config, tensors: Iterable[tuple[str, Extent, np.ndarray]]) -> str:
     """sha256, in hex, of what tells models apart.
 
-    `tensors`: (name, extent, values) of every tensor of the forward pass, in its order; the values of a vector are all of it,
-    of a matrix the first row.
+    `tensors`: (name, extent, values) of every tensor of the forward pass, in its order; the values of a vector are all
+    of it, of a matrix the first row.
     """
     fields = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in dataclasses.asdict(config).items()}
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
@@ -80,9 +80,9 @@ def save_sequence(file: str | os.PathLike, sequence: Sequence, model: str) -> No
 def load_sequence(file: str | os.PathLike, sequence: Sequence, model: str) -> None:
     """Replace what `sequence` holds by what save_sequence has written to `file`. `model`: the model's fingerprint.
 
-    Raises FileNotFoundError, StateError for a file that is damaged or of another model or version, and UsageError for a state
-    with more positions than the context. The sequence is unchanged then, unless the file changed or failed while it was loaded:
-    that leaves the sequence incomplete, to be reset.
+    Raises FileNotFoundError, StateError for a file that is damaged or of another model or version, and UsageError for a
+    state with more positions than the context. The sequence is unchanged then, unless the file changed or failed while
+    it was loaded: that leaves the sequence incomplete, to be reset.
     """
     path = Path(file)
     if not path.is_file():

@@ -1,14 +1,15 @@
 # %% [markdown]
 # # 5.8 Ninety-three layers, one forward pass a token
 #
-# Kimi K3's text stack is one loop over 93 layers. Each layer mixes the residual blocks, attends (KDA or MLA), mixes again and
-# feeds forward. Every part has had its chapter. What is left to get wrong is the loop itself: which layer is which, what is
-# added to what, and where a block ends. A mistake there fails no shape check, and the model goes on talking.
+# Kimi K3's text stack is one loop over 93 layers. Each layer mixes the residual blocks, attends (KDA or MLA), mixes
+# again and feeds forward. Every part has had its chapter. What is left to get wrong is the loop itself: which layer is
+# which, what is added to what, and where a block ends. A mistake there fails no shape check, and the model goes on
+# talking.
 #
 # This chapter writes the loop twice, once in float64 for the eye and once on the book's kernels, and holds both against
-# logits, hidden states and routing that another implementation computed. At the end you can follow a token from its id to
-# its logits and name every tensor it meets, in order. All weights are in memory here; the chapters that follow take them from
-# a disk, and not one line of this loop changes.
+# logits, hidden states and routing that another implementation computed. At the end you can follow a token from its id
+# to its logits and name every tensor it meets, in order. All weights are in memory here; the chapters that follow take
+# them from a disk, and not one line of this loop changes.
 #
 # Needs chapters 2.1 to 4.2 (the layers), 5.3 (the config), 5.4 (names) and 5.6 (the checkpoint). Runs in half a minute.
 #
@@ -45,9 +46,9 @@ config, checkpoint = read_config(FOLDER), Checkpoint(FOLDER)
 # %% [markdown]
 # ## 5.8.1 The whole model in float64
 #
-# Slow, dense and close to the equations: each expert is decoded, each matrix is widened, all positions are computed at once
-# with the full attention matrix. `wrong` switches on one mistake at a time. The traps inside single layers had their turn in
-# their chapters; these are the ones that only the loop can make.
+# Slow, dense and close to the equations: each expert is decoded, each matrix is widened, all positions are computed at
+# once with the full attention matrix. `wrong` switches on one mistake at a time. The traps inside single layers had
+# their turn in their chapters; these are the ones that only the loop can make.
 
 # %%
 LATENT_EPS = 1e-6
@@ -178,8 +179,8 @@ def forward64(ids, wrong=None):
 
 
 # %% [markdown]
-# The fixture was computed in float32 by mlx-lm; its README puts float64 within 7.2e-4 of it and allows 4e-3. The 32 positions
-# are the twelve of the prompt and the twenty generated ids.
+# The fixture was computed in float32 by mlx-lm; its README puts float64 within 7.2e-4 of it and allows 4e-3. The 32
+# positions are the twelve of the prompt and the twenty generated ids.
 
 # %%
 ids = np.concatenate([EXPECTED["prompt_ids"], EXPECTED["generated_ids"]])
@@ -193,9 +194,9 @@ assert logits64[11:31].argmax(1).tolist() == EXPECTED["generated_ids"].tolist()
 # %% [markdown]
 # ## 5.8.2 Four wrong loops that still print fluent text
 #
-# None of these fails a shape check. All but the last layer's kind are one line away from right, and each moves some logit by
-# more than a thousand tolerances. (A layer list counted from zero instead of one is refused before it gets this far: chapter
-# 5.3.)
+# None of these fails a shape check. All but the last layer's kind are one line away from right, and each moves some
+# logit by more than a thousand tolerances. (A layer list counted from zero instead of one is refused before it gets
+# this far: chapter 5.3.)
 
 # %%
 for wrong in ("boundary does not clear p", "plain residual", "no final mix", "last layer taken for KDA"):
@@ -207,16 +208,17 @@ for wrong in ("boundary does not clear p", "plain residual", "no final mix", "la
 
 # %% [markdown]
 # The last row stands for what a reader of `full_attn_layers` meets in K3: layers 92 and 93 are both MLA, and a map that
-# alternates by rule calls the last one KDA. Its tensors are not in the checkpoint; an engine that treats the missing attention
-# as zero goes on talking.
+# alternates by rule calls the last one KDA. Its tensors are not in the checkpoint; an engine that treats the missing
+# attention as zero goes on talking.
 #
 # ## 5.8.3 The forward pass on the book's kernels
 #
-# Between two forward passes a sequence keeps three things. Per KDA layer: a recurrent state and the last three inputs of the
-# convolution, whose size never grows. Per MLA layer: the latent KV cache, one row a token. And one number, the position.
+# Between two forward passes a sequence keeps three things. Per KDA layer: a recurrent state and the last three inputs
+# of the convolution, whose size never grows. Per MLA layer: the latent KV cache, one row a token. And one number, the
+# position.
 #
-# A pass that Ctrl-C ends in layer 40 leaves a sequence in which 40 layers have read a token and 53 have not. Nothing can undo
-# that, so the sequence remembers it: `complete` is False from the beginning of a pass to its end.
+# A pass that Ctrl-C ends in layer 40 leaves a sequence in which 40 layers have read a token and 53 have not. Nothing
+# can undo that, so the sequence remembers it: `complete` is False from the beginning of a pass to its end.
 
 # %% tags=["export"]
 from collections.abc import Callable, Sequence as Ids
@@ -239,9 +241,9 @@ LATENT_EPS = 1e-6  # of the two MLA latent norms: the reference class's default,
 class Sequence:
     """What one sequence of tokens carries from one forward pass to the next.
 
-    `position`: tokens read so far. `context`: positions for which there is room. `layers[L]`: a KDAState, or of an MLA layer
-    the latent KV cache, float32 [context, kv_lora_rank + qk_rope_head_dim], whose first `position` rows are in use.
-    `complete`: False while a forward pass is under way, and after one that did not reach its end.
+    `position`: tokens read so far. `context`: positions for which there is room. `layers[L]`: a KDAState, or of an MLA
+    layer the latent KV cache, float32 [context, kv_lora_rank + qk_rope_head_dim], whose first `position` rows are in
+    use. `complete`: False while a forward pass is under way, and after one that did not reach its end.
     """
 
     def __init__(self, config: Config, context: int):
@@ -263,8 +265,9 @@ class Sequence:
 
 
 # %% [markdown]
-# The residual stream of chapter 3.2 in one array. `sources[:n]` are the finished blocks, the embedding first; `sources[n]` is the
-# running sum. A block ends by counting: `n += 1` turns the running sum into a finished block, and nothing is copied.
+# The residual stream of chapter 3.2 in one array. `sources[:n]` are the finished blocks, the embedding first;
+# `sources[n]` is the running sum. A block ends by counting: `n += 1` turns the running sum into a finished block, and
+# nothing is copied.
 
 # %% tags=["export"]
 class ResidualStream:
@@ -294,12 +297,12 @@ class ResidualStream:
 
 
 # %% [markdown]
-# A layer sees its weights as a mapping from short names, `W["q_proj"]`, and asks for each exactly once. Over a whole pass the
-# names come in one fixed order, `forward_order` of chapter 5.4; that is what lets a streamed matrix be read before it is asked
-# for.
+# A layer sees its weights as a mapping from short names, `W["q_proj"]`, and asks for each exactly once. Over a whole
+# pass the names come in one fixed order, `forward_order` of chapter 5.4; that is what lets a streamed matrix be read
+# before it is asked for.
 #
-# Layers know arrays and no names. When a product comes out infinite (1.4.4), they can say "output row 17" and no more. The
-# weights of the pass know which name was taken last, so the error leaves the model with that name.
+# Layers know arrays and no names. When a product comes out infinite (1.4.4), they can say "output row 17" and no more.
+# The weights of the pass know which name was taken last, so the error leaves the model with that name.
 
 # %% tags=["export"]
 class PassWeights:
@@ -329,8 +332,9 @@ class PartWeights:
 
 
 # %% [markdown]
-# Now the model. It knows equations and their order, and is given everything else: a row of the embedding, a weight by its name,
-# the routed experts of a layer. Whether a weight lies in memory or comes from a disk while it is multiplied is not its business.
+# Now the model. It knows equations and their order, and is given everything else: a row of the embedding, a weight by
+# its name, the routed experts of a layer. Whether a weight lies in memory or comes from a disk while it is multiplied
+# is not its business.
 
 # %% tags=["export"]
 class RoutedExperts(Protocol):
@@ -343,9 +347,9 @@ class RoutedExperts(Protocol):
 class Model:
     """Kimi K3's text stack: the equations of a forward pass and their order.
 
-    `embedding(i)`: row i of the embedding, float32 [H]. `weight(name)`: a matrix or a float32 vector; a pass asks for every
-    name of forward_order once, in that order. `experts.layer(L)`: the routed experts of a layer. `threads`: threads of
-    arithmetic. A model has no state: what a sequence carries is in its Sequence.
+    `embedding(i)`: row i of the embedding, float32 [H]. `weight(name)`: a matrix or a float32 vector; a pass asks for
+    every name of forward_order once, in that order. `experts.layer(L)`: the routed experts of a layer. `threads`:
+    threads of arithmetic. A model has no state: what a sequence carries is in its Sequence.
     """
 
     def __init__(self, config: Config, embedding: Callable, weight: Callable, experts: RoutedExperts, threads: int):
@@ -355,9 +359,9 @@ class Model:
     def forward(self, ids: Ids[int], sequence: Sequence, wanted: int, watch: Callable | None = None) -> np.ndarray:
         """Read the chunk `ids` (T >= 1 of them); logits float32 [wanted, vocab] of its last `wanted` tokens.
 
-        Moves `sequence` on by T positions. `watch(name, layer, value)` is shown "router" (ids and weights, [T, k]) and "hidden"
-        (the running sum, [T, H]) of every layer, then "blocks", "mix" and "norm". Raises NotFinite for a product that is
-        infinite or NaN, its `tensor` the name of the weight that was taken last.
+        Moves `sequence` on by T positions. `watch(name, layer, value)` is shown "router" (ids and weights, [T, k]) and
+        "hidden" (the running sum, [T, H]) of every layer, then "blocks", "mix" and "norm". Raises NotFinite for a
+        product that is infinite or NaN, its `tensor` the name of the weight that was taken last.
         """
         set_num_threads(self.threads)
         weights, watch = PassWeights(self._weight), watch or (lambda *_: None)
@@ -374,8 +378,8 @@ class Model:
 
 
 # %% [markdown]
-# The loop. Attention that closes a block does not add to the running sum: it begins the next one. This is the first of the four
-# mistakes above, and here it is one `if`.
+# The loop. Attention that closes a block does not add to the running sum: it begins the next one. This is the first of
+# the four mistakes above, and here it is one `if`.
 
 # %% tags=["export"]
 class Model(Model):
@@ -428,8 +432,8 @@ class Model(Model):
         beta, linear_beta = c.activation_situ_beta, c.activation_situ_linear_beta
         if kind == "dense":
             return dense_mlp(W, x, beta, linear_beta)
-        return moe_layer(W, self._experts.layer(L), x, c.num_experts_per_token, c.routed_scaling_factor, beta, linear_beta,
-                         c.rms_norm_eps, on_route=lambda ids, weights: watch("router", L, (ids, weights)))
+        return moe_layer(W, self._experts.layer(L), x, c.num_experts_per_token, c.routed_scaling_factor, beta,
+                         linear_beta, c.rms_norm_eps, on_route=lambda ids, weights: watch("router", L, (ids, weights)))
 
     def _logits(self, x, weights):
         "float32 [len(x), vocab]. A pass whose logits nobody wants ends before the head: 2.3 GB that need not be read."
@@ -441,8 +445,8 @@ class Model(Model):
 # %% [markdown]
 # ## 5.8.4 The gate
 #
-# The embedded model is small enough to hold: every matrix is an array, every expert six of them. So `weight` is a dictionary,
-# and the experts of a layer are there when they are asked for.
+# The embedded model is small enough to hold: every matrix is an array, every expert six of them. So `weight` is a
+# dictionary, and the experts of a layer are there when they are asked for.
 
 # %%
 from k3lib.matmul import ResidentMatrix, bf16_to_float32
@@ -491,8 +495,8 @@ embedding = bf16_to_float32(checkpoint.raw(EMBED))
 model = Model(config, embedding.__getitem__, weights.__getitem__, ExpertsInMemory(), threads=1)
 
 # %% [markdown]
-# Logits of all 32 positions, the running sum after each of the 13 layers, and every routing decision, within the fixture's
-# tolerances: the prompt in one chunk, then step by step.
+# Logits of all 32 positions, the running sum after each of the 13 layers, and every routing decision, within the
+# fixture's tolerances: the prompt in one chunk, then step by step.
 
 # %%
 hidden, routed = {}, {}
@@ -517,8 +521,8 @@ print("logits of 32 positions within", LOGIT_TOLERANCE, "- routing equal in", le
 
 
 # %% [markdown]
-# Rounding grows with depth, and grows alike in two float32 implementations that share no code. A mistake would be a step in
-# this picture, at the layer that makes it.
+# Rounding grows with depth, and grows alike in two float32 implementations that share no code. A mistake would be a
+# step in this picture, at the layer that makes it.
 
 # %% tags=["nbval-ignore-output"]
 def relative(found, wanted):
@@ -539,15 +543,14 @@ plt.show()
 # %% [markdown]
 # ## 5.8.5 One answer
 #
-# A prompt may be cut into chunks of any size: the logits are the same bytes, because each output is one row's dot product in a
-# fixed order, and each sum over positions, keys, ranks and sources is taken in the order of its index. That the same holds for
-# weights that come from a disk at any budget is for chapters 5.22 and 5.25 to show.
+# A prompt may be cut into chunks of any size: the logits are the same bytes, because each output is one row's dot
+# product in a fixed order, and each sum over positions, keys, ranks and sources is taken in the order of its index.
+# That the same holds for weights that come from a disk at any budget is for chapters 5.22 and 5.25 to show.
 
 # %%
-def in_chunks(size, n=16):
-    sequence = Sequence(config, context=n)
-    return np.concatenate([model.forward(ids[at:at + size], sequence, wanted=len(ids[at:at + size]))
-                           for at in range(0, n, size)]).tobytes()
+def in_chunks(size, ids=ids[:16]):
+    sequence, chunks = Sequence(config, context=len(ids)), [ids[at:at + size] for at in range(0, len(ids), size)]
+    return np.concatenate([model.forward(chunk, sequence, wanted=len(chunk)) for chunk in chunks]).tobytes()
 
 
 for size in (1, 2, 3, 5, 12, 16):
@@ -563,8 +566,10 @@ print("6 chunk sizes, one answer: True")
 #
 # ## Exercises
 #
-# 1. In `forward64`, store the running sum after the boundary mix and show which of the 13 layers see more than two sources.
-# 2. Swap `self_attention_res_*` and `mlp_res_*` in one layer. Which layer moves the logits most? Does any keep all twenty ids?
+# 1. In `forward64`, store the running sum after the boundary mix and show which of the 13 layers see more than two
+#    sources.
+# 2. Swap `self_attention_res_*` and `mlp_res_*` in one layer. Which layer moves the logits most? Does any keep all
+#    twenty ids?
 # 3. Count the bytes that one forward pass of K3 reads, from shapes alone, and compare with the 108.8 GB of chapter 5.6.
 #
 # Next: [5.9 Past the page cache](09_disk.ipynb) begins to read those bytes.

@@ -6,7 +6,8 @@
 # %% [markdown]
 # ## 5.17.1 A budget is text until it is bytes
 #
-# Sizes carry their unit. `8GB` is $8\cdot10^9$ bytes, `8GiB` is $2^{33}$; anything else is refused before a file is opened.
+# Sizes carry their unit. `8GB` is $8\cdot10^9$ bytes, `8GiB` is $2^{33}$; anything else is refused before a file is
+# opened.
 
 # %% tags=["export"]
 import re
@@ -14,7 +15,8 @@ from pathlib import Path
 from k3lib.fileio import UsageError
 
 # %% tags=["export"]
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+         "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_size(text):
@@ -56,9 +58,9 @@ for text in ("lots", "-1GB", "8 gigs"):
 # %% [markdown]
 # ## 5.17.2 What a process has, and what it may still have
 #
-# Three numbers matter: resident now, the peak so far, and what can still be had. The peak is `VmHWM`, a high-water mark of this
-# process's own pages; `ru_maxrss` starts from the peak of whoever forked it. Free memory is the machine's, or the cgroup's
-# where a container allows less, whichever of the nested limits is the tightest.
+# Three numbers matter: resident now, the peak so far, and what can still be had. The peak is `VmHWM`, a high-water mark
+# of this process's own pages; `ru_maxrss` starts from the peak of whoever forked it. Free memory is the machine's, or
+# the cgroup's where a container allows less, whichever of the nested limits is the tightest.
 
 # %% tags=["export"]
 def status_bytes(field):
@@ -90,7 +92,10 @@ def read_call_bytes():
 
 
 def available_bytes():
-    "Bytes this process can still have: what the machine has free, or its cgroup if that is less; None where the system does not tell."
+    """Bytes this process can still have: what the machine has free, or its cgroup if that is less.
+
+    None where the system does not tell.
+    """
     try:
         with open("/proc/meminfo") as lines:
             free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -99,7 +104,8 @@ def available_bytes():
     return min([free, *cgroup_free()])
 
 
-# Per version: where the memory controller's folders begin, and the files for limit, usage and, in memory.stat, cold page cache.
+# Per version of cgroups: where the memory controller's folders begin, the files for limit and usage, and the line of
+# memory.stat that counts page cache which nobody has used lately.
 CGROUPS = {
     1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("", "memory.max", "memory.current", "inactive_file"),

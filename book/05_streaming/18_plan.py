@@ -6,10 +6,11 @@
 # %% [markdown]
 # ## 5.18.1 The plan
 #
-# A budget $R$ is spent in the order of what a byte saves. First what nothing runs without: interpreter and kernels, KDA state,
-# latent cache, vectors, activations, a ring of row blocks, a few slots for experts to pass through. Then the trunk from the front of
-# the walk: a pinned byte saves one byte of reading on **every** token. What is left when all of it is pinned becomes slots that keep
-# experts, where a byte saves something only if its expert is chosen again (5.16.8).
+# A budget $R$ is spent in the order of what a byte saves. First what nothing runs without: interpreter and kernels, KDA
+# state, latent cache, vectors, activations, a ring of row blocks, a few slots for experts to pass through. Then the
+# trunk from the front of the walk: a pinned byte saves one byte of reading on **every** token. What is left when all of
+# it is pinned becomes slots that keep experts, where a byte saves something only if its expert is chosen again
+# (5.16.8).
 #
 # | part | bytes | in K3 |
 # |---|---|---|
@@ -156,7 +157,7 @@ def make_plan(config, checkpoint, ram, context, prompt_tokens=None, threads=CORE
     if (len(pinned) == len(streams) or whole == expert) and left + experts * expert >= (experts + 1) * whole:
         all_experts = config.num_experts * (config.num_hidden_layers - first_moe)
         expert, experts = whole, min((left + experts * expert) // whole, all_experts + experts)  # one a reader keeps nothing
-    parts = {**fixed, f"activations, chunks of {chunk}": activation_bytes(config, chunk), "ring of row blocks": ring,
+    parts = {**fixed, f"activations, chunks of {chunk}": activation_bytes(config, chunk), "row block buffers": ring,
              "pinned trunk": pinned_bytes, f"expert slots, {experts}": experts * expert}
     plan = Plan(ram, parts, pinned, pinned_bytes, max(trunk, 1), slots, slot, experts, expert, readers, context, chunk)
     free = available_bytes()
@@ -230,8 +231,8 @@ print("KDA state", shown_size(matrices), "+", shown_size(state_bytes(K3) - matri
 print("latent cache", shown_size(position_bytes(K3)), "a position,", shown_size(4096 * position_bytes(K3)), "at 4,096")
 
 # %% [markdown]
-# The embedded model is so small that the interpreter dominates any plan. At its smallest budget
-# nothing is pinned and rows arrive through the ring. Less is refused, with the number that would do.
+# The embedded model is so small that the interpreter dominates any plan. At its smallest budget nothing is pinned and
+# rows arrive through the ring. Less is refused, with the number that would do.
 
 # %% tags=["nbval-ignore-output"]
 config, checkpoint = read_config(ORACLE / "model"), Checkpoint(ORACLE / "model")

@@ -1,12 +1,13 @@
 # %% [markdown]
 # # 5.20 A sequence saved and loaded
 #
-# Reading a long prompt takes minutes; what it leaves behind is half a gigabyte. Without this chapter an interrupted run reads
-# the prompt again. With it, a sequence goes on where it was saved: at another budget, with another number of threads, in
-# another context, and with the same bytes.
+# Reading a long prompt takes minutes; what it leaves behind is half a gigabyte. Without this chapter an interrupted run
+# reads the prompt again. With it, a sequence goes on where it was saved: at another budget, with another number of
+# threads, in another context, and with the same bytes.
 #
-# A saved state is also a way to be wrong without noticing. Half of one, or one of another model of the same shape, decodes
-# fluent text. So a state is written whole or not at all, and it is refused unless every byte of it is the one that was written.
+# A saved state is also a way to be wrong without noticing. Half of one, or one of another model of the same shape,
+# decodes fluent text. So a state is written whole or not at all, and it is refused unless every byte of it is the one
+# that was written.
 #
 # Needs chapters 5.2 (files), 5.5 (the header) and 5.8 (the model). Runs in seconds.
 #
@@ -24,8 +25,9 @@ FOLDER = ROOT / "fixtures" / "oracle13" / "model"
 # %% [markdown]
 # ## 5.20.1 The file
 #
-# A state is a safetensors file, so any reader of that format can look into it. The library that writes such files would want all
-# of it in memory twice; K3's state at the smallest budget leaves no room for that, so the file is written array by array.
+# A state is a safetensors file, so any reader of that format can look into it. The library that writes such files would
+# want all of it in memory twice; K3's state at the smallest budget leaves no room for that, so the file is written
+# array by array.
 #
 # | part | bytes |
 # |---|---|
@@ -34,8 +36,9 @@ FOLDER = ROOT / "fixtures" / "oracle13" / "model"
 # | of each MLA layer: `latent`, the rows in use | float32 |
 # | `about`: version, model, position, sha256 of all before it | 512, JSON, padded with spaces |
 #
-# The description is a tensor like the others, and it is the last one, because the checksum is known last. The header carries no
-# information: it follows from the position, so a file is read by comparing it with the only header it can have.
+# The description is a tensor like the others, and it is the last one, because the checksum is known last. The header
+# carries no information: it follows from the position, so a file is read by comparing it with the only header it can
+# have.
 
 # %% tags=["export"]
 import dataclasses
@@ -64,7 +67,7 @@ READ_BYTES = 1 << 20  # bytes read at a time
 
 # %% tags=["export"]
 def saved_arrays(sequence: Sequence, position: int) -> list[tuple[str, np.ndarray]]:
-    "[(name, float32 array)] in the order of the file, for a sequence at `position`; of a KV cache the rows in use. Views."
+    "[(name, float32 array)], views, in the order of the file, of a sequence at `position`; of a KV cache the used rows."
     named = []
     for L, layer in enumerate(sequence.layers):
         parts = {"latent": layer[:position]} if isinstance(layer, np.ndarray) else layer._asdict()
@@ -86,17 +89,17 @@ def about_bytes(model: str, position: int, sha256: str = "") -> bytes:
 # %% [markdown]
 # ## 5.20.2 Which model
 #
-# The header says which shapes a state fits, and two models of one shape are not told apart by it. So a state names its model: a
-# hash of the config, of every tensor's dtype and shape, of all vectors and of the first row of every matrix. For K3 that reads a
-# few megabytes of 1.56 TB. It is the same at every budget and for a packed trunk. It does not see the other rows: whether the
-# weights are the published ones is what `k3 verify` (5.23) is for.
+# The header says which shapes a state fits, and two models of one shape are not told apart by it. So a state names its
+# model: a hash of the config, of every tensor's dtype and shape, of all vectors and of the first row of every matrix.
+# For K3 that reads a few megabytes of 1.56 TB. It is the same at every budget and for a packed trunk. It does not see
+# the other rows: whether the weights are the published ones is what `k3 verify` (5.23) is for.
 
 # %% tags=["export"]
 def model_fingerprint(config: Config, tensors: Iterable[tuple[str, Extent, np.ndarray]]) -> str:
     """sha256, in hex, of what tells models apart.
 
-    `tensors`: (name, extent, values) of every tensor of the forward pass, in its order; the values of a vector are all of it,
-    of a matrix the first row.
+    `tensors`: (name, extent, values) of every tensor of the forward pass, in its order; the values of a vector are all
+    of it, of a matrix the first row.
     """
     fields = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in dataclasses.asdict(config).items()}
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
@@ -109,7 +112,8 @@ def model_fingerprint(config: Config, tensors: Iterable[tuple[str, Extent, np.nd
 # %% [markdown]
 # ## 5.20.3 Saving
 #
-# `whole_file` (5.2) writes under another name and renames at the end. A full disk or a pulled cable leaves the old file, or none.
+# `whole_file` (5.2) writes under another name and renames at the end. A full disk or a pulled cable leaves the old
+# file, or none.
 
 # %% tags=["export"]
 def save_sequence(file: str | os.PathLike, sequence: Sequence, model: str) -> None:
@@ -126,20 +130,20 @@ def save_sequence(file: str | os.PathLike, sequence: Sequence, model: str) -> No
 # %% [markdown]
 # ## 5.20.4 Loading
 #
-# A file that is refused must leave the sequence as it was, so it is read twice: once to be checked and once to be loaded. Between
-# the two somebody may write to it. Therefore it is checked a second time after loading, and the sequence is not `complete` until
-# that check has passed.
+# A file that is refused must leave the sequence as it was, so it is read twice: once to be checked and once to be
+# loaded. Between the two somebody may write to it. Therefore it is checked a second time after loading, and the
+# sequence is not `complete` until that check has passed.
 #
-# Every check has its own message, from the cheapest to the most expensive: is there a description, is it of this version and this
-# model, does the position fit, is the size the right one, is the checksum.
+# Every check has its own message, from the cheapest to the most expensive: is there a description, is it of this
+# version and this model, does the position fit, is the size the right one, is the checksum.
 
 # %% tags=["export"]
 def load_sequence(file: str | os.PathLike, sequence: Sequence, model: str) -> None:
     """Replace what `sequence` holds by what save_sequence has written to `file`. `model`: the model's fingerprint.
 
-    Raises FileNotFoundError, StateError for a file that is damaged or of another model or version, and UsageError for a state
-    with more positions than the context. The sequence is unchanged then, unless the file changed or failed while it was loaded:
-    that leaves the sequence incomplete, to be reset.
+    Raises FileNotFoundError, StateError for a file that is damaged or of another model or version, and UsageError for a
+    state with more positions than the context. The sequence is unchanged then, unless the file changed or failed while
+    it was loaded: that leaves the sequence incomplete, to be reset.
     """
     path = Path(file)
     if not path.is_file():
@@ -177,8 +181,8 @@ def check_state(source: BinaryIO, path: Path, sequence: Sequence, model: str) ->
 
 
 # %% [markdown]
-# The last bytes of a file that is no state may be anything, JSON nested 512 deep among it. Whatever parsing them raises means the
-# same: this is not a description.
+# The last bytes of a file that is no state may be anything, JSON nested 512 deep among it. Whatever parsing them raises
+# means the same: this is not a description.
 
 # %% tags=["export"]
 def check_about(last: bytes, size: int, path: Path, sequence: Sequence, model: str) -> tuple[int, str]:
@@ -213,8 +217,8 @@ def file_chunks(file: BinaryIO, begin: int, end: int, where: Path) -> Iterator[b
 # %% [markdown]
 # ## 5.20.5 The gate
 #
-# A sequence of made-up numbers goes through a file and comes back as the same bytes, into a larger context. Each way to be wrong is
-# refused, and the refused sequence still holds what it held.
+# A sequence of made-up numbers goes through a file and comes back as the same bytes, into a larger context. Each way to
+# be wrong is refused, and the refused sequence still holds what it held.
 
 # %%
 from k3lib.config import read_config
@@ -262,12 +266,13 @@ with tempfile.TemporaryDirectory() as scratch:
         print(f"{what}:", refusal(file, made_up(8, 3)))
 
 # %% [markdown]
-# The last one is why the checksum is there: with one bit of a recurrent state changed, nothing else in the file is wrong, and the
-# model would go on with a slightly different memory.
+# The last one is why the checksum is there: with one bit of a recurrent state changed, nothing else in the file is
+# wrong, and the model would go on with a slightly different memory.
 #
 # ## Summary
 #
-# - The state of a sequence is a safetensors file whose header follows from its position, and whose last tensor says what it is.
+# - The state of a sequence is a safetensors file whose header follows from its position, and whose last tensor says
+#   what it is.
 # - It is written whole or not at all, and read only after every byte was checked.
 # - It names its model by a hash that costs megabytes of reading, not terabytes.
 #

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 5.22 From a folder to a running model
 #
-# By now there is a forward pass that knows no files (5.8), a trunk and experts that come from a disk (5.13, 5.16), a plan that
-# says how much of them stays in memory (5.18), and a tokenizer. This chapter puts them together, and what it adds is trust: that a
-# folder is refused before an hour of reading and not after it, that two threads do not move one sequence, that what is reported
-# was measured, and that a number which is not finite is traced to a row of a file.
+# By now there is a forward pass that knows no files (5.8), a trunk and experts that come from a disk (5.13, 5.16), a
+# plan that says how much of them stays in memory (5.18), and a tokenizer. This chapter puts them together, and what it
+# adds is trust: that a folder is refused before an hour of reading and not after it, that two threads do not move one
+# sequence, that what is reported was measured, and that a number which is not finite is traced to a row of a file.
 #
 # At the end `k3lib.load(folder, ram="8GB")` gives a model that decodes.
 #
@@ -14,6 +14,7 @@
 
 # %%
 import json
+import shutil
 import tempfile
 import threading
 from pathlib import Path
@@ -30,8 +31,9 @@ EXPECTED = json.loads((ORACLE / "expected.json").read_text())
 # %% [markdown]
 # ## 5.22.1 The report
 #
-# What the plan promised is compared with what happened: bytes by part, hits among the experts, seconds computing and seconds
-# waiting, the measured peak beside the planned one. A report is a picture of one moment. Asking for it changes nothing.
+# What the plan promised is compared with what happened: bytes by part, hits among the experts, seconds computing and
+# seconds waiting, the measured peak beside the planned one. A report is a picture of one moment. Asking for it changes
+# nothing.
 
 # %% tags=["export"]
 import contextlib
@@ -110,7 +112,7 @@ class Report(Report):
             ("model", self.model + " (synthetic weights)" * self.synthetic),
             ("trunk", "read from the model's own files" if self.trunk is None else f"packed in {self.trunk}"),
             ("tokens", f"{len(self.ids)} new, {self.threads} threads"),
-            ("seconds a step", ", ".join(f"{s:.3g}" for s in self.step_seconds[:6]) + ", ..." * (len(self.step_seconds) > 6)),
+            ("seconds a step", self._seconds()),
             ("wall", f"{self.wall_seconds:.2f} s: {self.compute_seconds:.2f} s computing, "
                      f"{self.io_wait_seconds:.2f} s waiting for bytes"),
             ("read", _by_part(self.bytes_read)),
@@ -121,6 +123,10 @@ class Report(Report):
             ("peak memory", self._peak()),
         ]
         return "\n".join(["report", *(f"  {name:<18}{value}" for name, value in rows)])
+
+    def _seconds(self):
+        first = ", ".join(f"{seconds:.3g}" for seconds in self.step_seconds[:6])
+        return first + ", ..." * (len(self.step_seconds) > 6)
 
     def _read_calls(self):
         counted = ("the system keeps no count" if self.kernel_bytes is None
@@ -146,28 +152,32 @@ def _by_part(bytes_read):
 # %% [markdown]
 # ## 5.22.2 The engine
 #
-# `Engine` is what `load` returns. It owns one sequence and composes the rest: it asks `Model` for a forward pass, and `Trunk`,
-# `Experts` and `Files` for weights and for the account.
+# `Engine` is what `load` returns. It owns one sequence and composes the rest: it asks `Model` for a forward pass, and
+# `Trunk`, `Experts` and `Files` for weights and for the account.
 #
-# One sequence can be moved by one caller at a time. A second thread would find some layers ahead of others. A forked child has the
-# memory of its parent and none of its reader threads, so it would wait for ever. Both get a RuntimeError at once.
+# One sequence can be moved by one caller at a time. A second thread would find some layers ahead of others. A forked
+# child has the memory of its parent and none of its reader threads, so it would wait for ever. Both get a RuntimeError
+# at once.
 
 # %% tags=["export"]
 class Engine:
     """A model that decodes under its plan, and the one sequence it is reading. Made by `load`.
 
-    One call at a time, in the process that made it: a second thread and a forked child get a RuntimeError. So does a call
-    that would go on from an interrupted forward pass, until reset() or load_state().
+    One call at a time, in the process that made it: a second thread and a forked child get a RuntimeError. So does a
+    call that would go on from an interrupted forward pass, until reset() or load_state().
 
-    `config`, `plan`, `tokenizer` (or None), `stop` (ids that end an answer). `chunk`: the most tokens of a forward pass.
-    `on_layer(L)` is called after every layer of every pass: a token takes seconds. `steps`: a Step for each generated token.
+    `config`, `plan`, `tokenizer` (or None), `stop` (ids that end an answer). `chunk`: the most tokens of a forward
+    pass. `on_layer(L)` is called after every layer of every pass: a token takes seconds. `steps`: a Step for each
+    generated token.
     """
 
     def __init__(self, source: "Source", plan: Plan, files: Files, trunk: Trunk, experts: Experts, threads: int):
         self.source, self.plan, self.files, self.trunk, self.experts = source, plan, files, trunk, experts
         self.config, self.tokenizer, self.threads = source.config, source.tokenizer, threads
         self.chunk, self.context = plan.chunk, plan.context
-        self.stop = frozenset(self.config.eos_token_ids) | frozenset(source.tokenizer.stop_ids if source.tokenizer else ())
+        self.stop = frozenset(self.config.eos_token_ids)
+        if self.tokenizer:
+            self.stop |= frozenset(self.tokenizer.stop_ids)
         self.on_layer: Callable[[int], object] = lambda L: None
         self.steps: list[Step] = []
         self._wall_seconds = self._io_wait_seconds = 0.0
@@ -181,14 +191,15 @@ class Engine:
 
     @contextlib.contextmanager
     def _alone(self):
-        "A call that reads or moves the sequence. RuntimeError in a forked process, in a closed engine, and during another call."
+        "A call that reads or moves the sequence. RuntimeError in a forked process, when closed, during another call."
         if os.getpid() != self._process:
-            raise RuntimeError(f"this model belongs to process {self._process}, whose readers this one, forked from it, "
-                               "has not: load one here")
+            raise RuntimeError(f"this model belongs to process {self._process}, whose readers this one, forked from "
+                               "it, has not: load one here")
         if self._closed:
             raise RuntimeError("this model is closed: load one")
         if not self._call.acquire(blocking=False):
-            raise RuntimeError("another call of this model is under way: one at a time, so load a model for each thread")
+            raise RuntimeError("another call of this model is under way: one at a time, so load a model for each "
+                               "thread")
         try:
             self._moves += 1
             yield
@@ -202,13 +213,13 @@ class Engine:
 
 
 # %% [markdown]
-# A prompt is read in chunks, as long as the plan has room for. Only the last token's logits are wanted for decoding, so the other
-# chunks end before the head.
+# A prompt is read in chunks, as long as the plan has room for. Only the last token's logits are wanted for decoding, so
+# the other chunks end before the head.
 
 # %% tags=["export"]
 class Engine(Engine):
     def prefill(self, ids: Iterable[int] | int) -> np.ndarray:
-        "Read `ids` (1 or more) after what came before; logits float32 [vocab] of the last. Raises UsageError on a bad id."
+        "Read `ids` (1 or more) after what came before; logits float32 [vocab] of the last. Raises what forward raises."
         return self.forward(ids, last_only=True)[-1]
 
     def step(self, token: int) -> np.ndarray:
@@ -257,7 +268,7 @@ class Engine(Engine):
 # %% tags=["export"]
 class Engine(Engine):
     def _checked(self, ids):
-        "The ids as a list of int. Raises UsageError for what is no id or does not fit, RuntimeError for an incomplete sequence."
+        "The ids as a list of int. Raises UsageError for what is no id or does not fit, RuntimeError before a reset."
         self._check_complete()
         ids = list(ids) if isinstance(ids, Iterable) and not isinstance(ids, (str, bytes)) else [ids]
         if not ids:
@@ -282,11 +293,11 @@ def check_vocabulary(ids: Iterable[int], config: Config) -> None:
 # %% [markdown]
 # ## 5.22.3 Greedy decoding
 #
-# The first pass reads the whole prompt, every later one a single id. The largest logit wins; of equal ones the lower id, which
-# is what `argmax` returns. Decoding ends after `max_new_tokens` or on an end id.
+# The first pass reads the whole prompt, every later one a single id. The largest logit wins; of equal ones the lower
+# id, which is what `argmax` returns. Decoding ends after `max_new_tokens` or on an end id.
 #
-# A generator can lie suspended while its caller does something else with the same engine. It must not go on with another sequence
-# as if nothing had happened, so it compares the number of calls that have moved the sequence.
+# A generator can lie suspended while its caller does something else with the same engine. It must not go on with
+# another sequence as if nothing had happened, so it compares the number of calls that have moved the sequence.
 
 # %% tags=["export"]
 class Engine(Engine):
@@ -294,8 +305,8 @@ class Engine(Engine):
                  on_logits: Callable[[np.ndarray], object] | None = None) -> Iterator[int]:
         """Greedy decoding of a new sequence: yields up to `max_new_tokens` ids, the last an end id if one comes.
 
-        `on_logits` is shown each step's logits, float32 [vocab]. An engine has one sequence: if another call has moved it
-        since the last token, this generator ends with a RuntimeError.
+        `on_logits` is shown each step's logits, float32 [vocab]. An engine has one sequence: if another call has moved
+        it since the last token, this generator ends with a RuntimeError.
         """
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 30)
         self.reset()
@@ -318,7 +329,8 @@ class Engine(Engine):
 
 
 # %% [markdown]
-# The sequence, and what ends it. Closing gives the weights' memory back and ends the readers; what was done can still be told.
+# The sequence, and what ends it. Closing gives the weights' memory back and ends the readers; what was done can still
+# be told.
 
 # %% tags=["export"]
 class Engine(Engine):
@@ -339,11 +351,11 @@ class Engine(Engine):
             save_sequence(file, self.sequence, self.fingerprint())
 
     def load_state(self, file: str | os.PathLike) -> None:
-        """Go on with the sequence that save_state has written to `file`, at whatever budget, number of threads and context.
+        """Go on with the sequence that save_state has written to `file`, at any budget, number of threads and context.
 
-        Raises FileNotFoundError, StateError for a file that is damaged or of another model or version, UsageError if the
-        context is too small; the sequence has not changed then. A file that changes or fails during the second reading
-        leaves a sequence to be reset.
+        Raises FileNotFoundError, StateError for a file that is damaged or of another model or version, UsageError if
+        the context is too small; the sequence has not changed then. A file that changes or fails during the second
+        reading leaves a sequence to be reset.
         """
         with self._alone():
             load_sequence(file, self.sequence, self.fingerprint())
@@ -361,7 +373,10 @@ class Engine(Engine):
         return value if isinstance(value, np.ndarray) else self.files.array(extent, "other", 0, 1)
 
     def close(self) -> None:
-        "End the readers, close the shards and give the weights' memory back; `with` does it too. In a forked process: nothing."
+        """End the readers, close the shards and give the weights' memory back; `with` does it too.
+
+        A forked process has neither readers nor shards to close, so there this does nothing.
+        """
         if os.getpid() != self._process:
             return
         self._closed = True
@@ -402,12 +417,13 @@ class Engine(Engine):
 # %% [markdown]
 # ## 5.22.4 A number that is not finite
 #
-# A product came out infinite or NaN (1.4.4), and the error names the weight that was taken last and the rows behind the product.
-# The engine reads those rows again and says what is wrong: a damaged number in the file, or finite weights whose sum float32 could
-# not hold.
+# A product came out infinite or NaN (1.4.4), and the error names the weight that was taken last and the rows behind the
+# product. The engine reads those rows again and says what is wrong: a damaged number in the file, or finite weights
+# whose sum float32 could not hold.
 #
-# Products show a damaged matrix, since every weight is multiplied. A damaged vector may meet a zero or a $\tanh$ and stay hidden,
-# so vectors are checked when they are loaded. Row 0 of the embedding is no product at all and is checked where it is read.
+# Products show a damaged matrix, since every weight is multiplied. A damaged vector may meet a zero or a $\tanh$ and
+# stay hidden, so vectors are checked when they are loaded. Row 0 of the embedding is no product at all and is checked
+# where it is read.
 
 # %% tags=["export"]
 def not_finite_in(files: Files, extent: Extent, name: str, begin: int, end: int) -> str | None:
@@ -450,7 +466,7 @@ class Engine(Engine):
         return row
 
     def _cause(self, error):
-        "One line on a NotFinite: the damaged number in the rows it names, else the tensor at which an activation overflowed."
+        "One line on a NotFinite: the damaged number in the rows it names, or the tensor where an activation overflows."
         name, L = error.tensor, layer_of(error.tensor)
         with_numbers = name  # the tensor whose rows may hold what is not finite
         if error.matrix:
@@ -472,11 +488,11 @@ class Engine(Engine):
 # %% [markdown]
 # ## 5.22.5 Loading
 #
-# `load` trusts nothing: the config is refused or believed as a whole (5.3), every tensor it implies must be in the headers with
-# its dtype and shape, and the plan must hold, also against the memory that is free, before anything large is allocated. Half a
-# million tensors are asked for family by family (5.3.5), which is quick; only if one is not right, the plain loop goes through
-# the names to say which. A packed trunk (5.19) takes the checkpoint's place as the source of everything but embedding and
-# experts.
+# `load` trusts nothing: the config is refused or believed as a whole (5.3), every tensor it implies must be in the
+# headers with its dtype and shape, and the plan must hold, also against the memory that is free, before anything large
+# is allocated. Half a million tensors are asked for family by family (5.3.5), which is quick; only if one is not right,
+# the plain loop goes through the names to say which. A packed trunk (5.19) takes the checkpoint's place as the source
+# of everything but embedding and experts.
 
 # %% tags=["export"]
 class Source(NamedTuple):
@@ -491,17 +507,17 @@ class Source(NamedTuple):
 
 
 def open_source(path: str | os.PathLike, trunk: str | os.PathLike | None) -> Source:
-    "Read config, headers and tokenizer of a checkpoint, and the headers of its packed trunk if a folder is given; check them all."
+    "Read and check a checkpoint's config, headers and tokenizer, and the headers of a packed trunk in folder `trunk`."
     config, checkpoint = read_config(path), Checkpoint(path)
     check_tensors(config, checkpoint)
     packed = checkpoint if trunk is None else Packed(checkpoint, list(forward_order(config)), trunk)
-    tokenizer = open_tokenizer(path, config)
-    return Source(str(path), config, checkpoint, tokenizer, is_synthetic(path), packed, None if trunk is None else str(trunk))
+    tokenizer, trunk_folder = open_tokenizer(path, config), None if trunk is None else str(trunk)
+    return Source(str(path), config, checkpoint, tokenizer, is_synthetic(path), packed, trunk_folder)
 
 
 # %% [markdown]
-# Trunk and experts start threads. Whatever ends the loading half-way, Ctrl-C among it, must end those threads too, so each part is
-# put on a stack of things to close until the engine has them all.
+# Trunk and experts start threads. Whatever ends the loading half-way, Ctrl-C among it, must end those threads too, so
+# each part is put on a stack of things to close until the engine has them all.
 
 # %% tags=["export"]
 def start(source: Source, plan: Plan, threads: int, progress: Callable[[int], object] | None) -> Engine:
@@ -510,8 +526,8 @@ def start(source: Source, plan: Plan, threads: int, progress: Callable[[int], ob
     with contextlib.ExitStack() as undo:
         files = Files(source.trunk.identities)
         undo.callback(files.close)
-        trunk = Trunk(source.trunk, order, plan.pinned, row_multiples(config), files, part_of, plan.slots, plan.slot_bytes,
-                      plan.readers, progress, READ_AHEAD, frozenset(filter(is_router, order)))
+        trunk = Trunk(source.trunk, order, plan.pinned, row_multiples(config), files, part_of, plan.slots,
+                      plan.slot_bytes, plan.readers, progress, READ_AHEAD, frozenset(filter(is_router, order)))
         undo.callback(trunk.close)
         experts = Experts(lambda L, e: list(checkpoint.expert(L, e).values()), files, plan.expert_slots,
                           plan.expert_slot_bytes, expert_readers(config, plan.readers),
@@ -522,18 +538,23 @@ def start(source: Source, plan: Plan, threads: int, progress: Callable[[int], ob
         return engine
 
 
-def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLike | None = None, threads: int | None = None, *,
-         context: int = 1024, prompt_tokens: int | None = None, readers: int | None = None,
-         on_plan: Callable[[Plan], object] | None = None, progress: Callable[[int], object] | None = None) -> Engine:
-    """An Engine for the checkpoint in folder `path`, in a process that may hold `ram` bytes of memory ("8GB", "1GiB", an int).
+def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLike | None = None,
+         threads: int | None = None, *, context: int = 1024, prompt_tokens: int | None = None,
+         readers: int | None = None, on_plan: Callable[[Plan], object] | None = None,
+         progress: Callable[[int], object] | None = None) -> Engine:
+    """An Engine for the checkpoint in folder `path`.
 
-    What the process holds already counts, other models too. Two models that load at the same time do not know of each other.
+    `ram`: bytes of memory that this process may hold ("8GB", "1GiB", an int).
+
+    What it holds already counts, other models too. Two models that load at the same time do not know of each
+    other.
 
     `trunk`: a folder that `k3 pack` has filled from this checkpoint, to read the trunk from. `threads`: threads of
-    arithmetic, all cores if None. `context`: positions for which there must be room. `prompt_tokens`: the longest prompt, if
-    known: the prefill chunk need not be larger. `readers`: threads that read, at least one for each thread of arithmetic; see
-    `k3 plan --measure`. `on_plan` is shown the Plan before anything large is allocated, `progress` the bytes of each tensor
-    pinned. Raises ConfigError, CheckpointError, TokenizerError, UsageError and FileNotFoundError.
+    arithmetic, all cores if None. `context`: positions for which there must be room. `prompt_tokens`: the longest
+    prompt, if known: the prefill chunk need not be larger. `readers`: threads that read, at least one for each thread
+    of arithmetic; see `k3 plan --measure`. `on_plan` is shown the Plan before anything large is allocated, `progress`
+    the bytes of each tensor pinned. Raises ConfigError, CheckpointError, TokenizerError, UsageError and
+    FileNotFoundError.
     """
     return_freed_memory()
     budget = parse_size(ram)
@@ -553,7 +574,7 @@ def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLi
 # The embedded model, from its folder to the twenty ids that another implementation generated.
 
 # %%
-with load(ORACLE / "model", ram="1GB", context=32) as model:
+with load(os.path.relpath(ORACLE / "model"), ram="1GB", context=32) as model:
     assert list(model.generate(EXPECTED["prompt_ids"], 20)) == EXPECTED["generated_ids"]
     report = model.report
 print("20 of 20 ids;", len(report.step_seconds), "steps,", report.expert_requests, "experts requested")
@@ -591,9 +612,6 @@ with load(ORACLE / "model", ram="1GB", context=32) as model:
 # One scale byte of one expert becomes 255, which is NaN. The line names file, tensor, row and column.
 
 # %%
-import shutil
-
-
 def overwrite(extent, at, byte):
     with open(extent.file, "r+b") as file:
         file.seek(extent.offset + at)
@@ -604,7 +622,12 @@ with tempfile.TemporaryDirectory() as scratch:
     folder = Path(shutil.copytree(ORACLE / "model", Path(scratch, "model")))
     with load(folder, ram="1GB", context=32) as model:
         routed = []
-        model.forward(EXPECTED["prompt_ids"], watch=lambda what, L, value: routed.append(value[0][0, 0]) if what == "router" else None)
+
+        def watch(name, L, value):
+            if name == "router":
+                routed.append(value[0][0, 0])
+
+        model.forward(EXPECTED["prompt_ids"], watch=watch)
     overwrite(Checkpoint(folder).extent(EXPERT_NAME.format(1, routed[0], "w1", "scale")), 7, 255)
     with load(folder, ram="1GB", context=32) as model:
         try:
@@ -621,9 +644,9 @@ with tempfile.TemporaryDirectory() as scratch:
 #
 # ## Exercises
 #
-# 1. Raise an exception from `on_layer` in the middle of a prompt, then call `step`. Which attribute of the sequence refuses, and
-#    which call makes the engine usable again?
-# 2. Suspend one `generate` after its first token, run another to its end, and go on with the first. What is the earliest moment
-#    at which it could notice?
+# 1. Raise an exception from `on_layer` in the middle of a prompt, then call `step`. Which attribute of the sequence
+#    refuses, and which call makes the engine usable again?
+# 2. Suspend one `generate` after its first token, run another to its end, and go on with the first. What is the
+#    earliest moment at which it could notice?
 #
 # Next: [5.23 Whether every byte is the one that was published](23_verify.ipynb).
