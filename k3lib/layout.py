@@ -3,7 +3,7 @@
 Made from book/05_streaming/10_layout.py: edit that, then run `make export`.
 """
 
-# built on moe b8a445422c7f
+# built on tensors cc1cdc1e6d7f
 # built on disk eb2705bb6ebb
 import math
 from dataclasses import dataclass, replace

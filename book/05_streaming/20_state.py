@@ -67,7 +67,7 @@ READ_BYTES = 1 << 20  # bytes read at a time
 
 # %% tags=["export"]
 def saved_arrays(sequence: Sequence, position: int) -> list[tuple[str, np.ndarray]]:
-    "[(name, float32 array)], views, in the order of the file, of a sequence at `position`; of a KV cache the used rows."
+    "[(name, float32 array)], views, in the order of the file, of one at `position`; of a KV cache the used rows."
     named = []
     for L, layer in enumerate(sequence.layers):
         parts = {"latent": layer[:position]} if isinstance(layer, np.ndarray) else layer._asdict()

@@ -57,7 +57,8 @@ from k3lib.disk import Files, MAX_READERS
 from k3lib.trunk import Trunk
 from k3lib.experts import Experts
 from k3lib.memory import parse_size, peak_bytes, read_call_bytes, shown_size, whole_number
-from k3lib.plan import Plan, READ_AHEAD, expert_readers, make_plan
+from k3lib.layout import READ_AHEAD
+from k3lib.plan import Plan, make_plan
 from k3lib.pack import Packed
 from k3lib.state import load_sequence, model_fingerprint, save_sequence
 from k3lib.tokenizer import Tokenizer, open_tokenizer
@@ -526,12 +527,12 @@ def start(source: Source, plan: Plan, threads: int, progress: Callable[[int], ob
     with contextlib.ExitStack() as undo:
         files = Files(source.trunk.identities)
         undo.callback(files.close)
-        trunk = Trunk(source.trunk, order, plan.pinned, row_multiples(config), files, part_of, plan.slots,
-                      plan.slot_bytes, plan.readers, progress, READ_AHEAD, frozenset(filter(is_router, order)))
+        rows, slots = plan.layout.trunk.rows, plan.layout.experts.slots
+        trunk = Trunk(source.trunk, order, plan.pinned, row_multiples(config), files, part_of, rows.count,
+                      rows.nbytes, plan.layout.trunk.readers, progress, READ_AHEAD, frozenset(filter(is_router, order)))
         undo.callback(trunk.close)
-        experts = Experts(lambda L, e: list(checkpoint.expert(L, e).values()), files, plan.expert_slots,
-                          plan.expert_slot_bytes, expert_readers(config, plan.readers),
-                          range(config.first_k_dense_replace, config.num_hidden_layers))
+        experts = Experts(lambda L, e: list(checkpoint.expert(L, e).values()), files, slots.count, slots.nbytes,
+                          plan.layout.experts.readers, plan.layout.experts.layers)
         undo.callback(experts.close)
         engine = Engine(source, plan, files, trunk, experts, threads)
         undo.pop_all()
@@ -562,7 +563,8 @@ def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLi
     readers = None if readers is None else whole_number("readers", readers, 1, MAX_READERS)
     context = whole_number("context", context, 1, 1 << 30)
     source = open_source(path, trunk)
-    plan = make_plan(source.config, source.checkpoint, budget, context, prompt_tokens, threads, readers)
+    plan = make_plan(source.config, source.checkpoint, budget, context, trunk=source.trunk, prompt_tokens=prompt_tokens,
+                     threads=threads, readers=readers)
     if on_plan is not None:
         on_plan(plan)
     return start(source, plan, threads, progress)
