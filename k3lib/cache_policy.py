@@ -3,7 +3,6 @@
 Made from book/05_streaming/15_cache_policy.py: edit that, then run `make export`.
 """
 
-# built on trace 130b2e17b69a
 import heapq
 import itertools
 import math

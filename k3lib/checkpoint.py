@@ -3,8 +3,6 @@
 Made from book/05_streaming/06_checkpoint.py: edit that, then run `make export`.
 """
 
-# built on fileio 206331a93b99
-# built on header 95af72a09a9a
 import os
 import re
 from dataclasses import asdict, dataclass

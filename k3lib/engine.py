@@ -3,23 +3,6 @@
 Made from book/05_streaming/22_engine.py: edit that, then run `make export`.
 """
 
-# built on parallel 570cc841af45
-# built on matmul 711b2dad5629
-# built on system 10842c1a4afd
-# built on fileio 206331a93b99
-# built on config 73a7c753c2bf
-# built on tensors cc1cdc1e6d7f
-# built on checkpoint 135607065727
-# built on model 90783c55d590
-# built on disk eb2705bb6ebb
-# built on trunk fe46d10ff2b3
-# built on experts 5d7fd7d4fcff
-# built on memory d94ee26e92db
-# built on layout 1b1a49befad3
-# built on plan f5bba90f9d23
-# built on pack b42b4c745888
-# built on state 30348ae42018
-# built on tokenizer 798cb9fa75d3
 import contextlib
 import dataclasses
 import os

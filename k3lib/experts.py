@@ -3,15 +3,6 @@
 Made from book/05_streaming/16_experts.py: edit that, then run `make export`.
 """
 
-# built on mxfp4 ada01661af2a
-# built on parallel 570cc841af45
-# built on matmul 711b2dad5629
-# built on moe b8a445422c7f
-# built on disk eb2705bb6ebb
-# built on layout 1b1a49befad3
-# built on read_multiply 7368b679ed11
-# built on trunk fe46d10ff2b3
-# built on cache_policy 5de4eac55510
 import threading
 import time
 from collections import deque

@@ -3,7 +3,6 @@
 Made from book/05_streaming/02_fileio.py: edit that, then run `make export`.
 """
 
-# built on system 10842c1a4afd
 import json
 import os
 import stat

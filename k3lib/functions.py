@@ -3,8 +3,8 @@
 Made from book/01_mxfp4/05_functions.py: edit that, then run `make export`.
 """
 
-# built on simd c0e9643a4010
-# built on matmul 711b2dad5629
+# built on simd 82ba8ef1cec4
+# built on matmul da409453befe
 import numpy as np
 from numba import njit
 from k3lib.simd import INNER, KERNEL, float_bits, float_of_bits, fma

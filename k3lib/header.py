@@ -3,7 +3,6 @@
 Made from book/05_streaming/05_header.py: edit that, then run `make export`.
 """
 
-# built on fileio 206331a93b99
 import json
 import os
 import re

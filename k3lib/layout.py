@@ -3,8 +3,6 @@
 Made from book/05_streaming/10_layout.py: edit that, then run `make export`.
 """
 
-# built on tensors cc1cdc1e6d7f
-# built on disk eb2705bb6ebb
 import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple

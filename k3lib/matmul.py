@@ -4,8 +4,8 @@ Made from book/01_mxfp4/04_matmul.py: edit that, then run `make export`.
 """
 
 # built on mxfp4 ada01661af2a
-# built on simd c0e9643a4010
-# built on parallel 570cc841af45
+# built on simd 82ba8ef1cec4
+# built on parallel b466791e900b
 import math
 import numpy as np
 from numba import get_num_threads, njit

@@ -3,7 +3,6 @@
 Made from book/05_streaming/17_memory.py: edit that, then run `make export`.
 """
 
-# built on fileio 206331a93b99
 import re
 from pathlib import Path
 from k3lib.fileio import UsageError

@@ -3,10 +3,10 @@
 Made from book/03_mla/01_mla.py: edit that, then run `make export`.
 """
 
-# built on simd c0e9643a4010
-# built on parallel 570cc841af45
-# built on matmul 711b2dad5629
-# built on functions 167407ea1778
+# built on simd 82ba8ef1cec4
+# built on parallel b466791e900b
+# built on matmul da409453befe
+# built on functions 81a78568089f
 import numpy as np
 from numba import get_num_threads, njit
 from k3lib.simd import INNER, KERNEL, fma16, load16, load16_part, splat16, store16

@@ -3,14 +3,6 @@
 Made from book/05_streaming/08_model.py: edit that, then run `make export`.
 """
 
-# built on matmul 711b2dad5629
-# built on functions 167407ea1778
-# built on kda 783e8566cf7c
-# built on mla 724abaacd83d
-# built on residual e0f02fded47c
-# built on moe b8a445422c7f
-# built on config 73a7c753c2bf
-# built on tensors cc1cdc1e6d7f
 from collections.abc import Callable, Sequence as Ids
 from typing import Protocol
 import numpy as np

@@ -4,10 +4,10 @@ Made from book/04_moe_router/02_moe.py: edit that, then run `make export`.
 """
 
 # built on mxfp4 ada01661af2a
-# built on simd c0e9643a4010
-# built on matmul 711b2dad5629
-# built on functions 167407ea1778
-# built on router a0c85e58e190
+# built on simd 82ba8ef1cec4
+# built on matmul da409453befe
+# built on functions 81a78568089f
+# built on router 829dc8f4bf95
 from typing import NamedTuple
 import numpy as np
 from numba import get_num_threads, njit

@@ -3,11 +3,6 @@
 Made from book/05_streaming/19_pack.py: edit that, then run `make export`.
 """
 
-# built on system 10842c1a4afd
-# built on fileio 206331a93b99
-# built on header 95af72a09a9a
-# built on checkpoint 135607065727
-# built on disk eb2705bb6ebb
 import errno
 import os
 import shutil

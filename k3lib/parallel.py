@@ -3,7 +3,7 @@
 Made from book/01_mxfp4/03_parallel.py: edit that, then run `make export`.
 """
 
-# built on simd c0e9643a4010
+# built on simd 82ba8ef1cec4
 import os
 import time
 from _thread import start_new_thread

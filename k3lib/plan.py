@@ -3,14 +3,6 @@
 Made from book/05_streaming/18_plan.py: edit that, then run `make export`.
 """
 
-# built on parallel 570cc841af45
-# built on fileio 206331a93b99
-# built on config 73a7c753c2bf
-# built on tensors cc1cdc1e6d7f
-# built on checkpoint 135607065727
-# built on disk eb2705bb6ebb
-# built on layout 1b1a49befad3
-# built on memory d94ee26e92db
 import dataclasses
 import os
 from k3lib.parallel import CORES

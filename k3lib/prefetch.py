@@ -3,8 +3,6 @@
 Made from book/05_streaming/11_prefetch.py: edit that, then run `make export`.
 """
 
-# built on parallel 570cc841af45
-# built on disk eb2705bb6ebb
 import threading
 import time
 import numpy as np

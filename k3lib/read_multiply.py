@@ -3,10 +3,10 @@
 Made from book/05_streaming/12_read_multiply.py: edit that, then run `make export`.
 """
 
-# built on simd c0e9643a4010
-# built on parallel 570cc841af45
-# built on matmul 711b2dad5629
-# built on disk eb2705bb6ebb
+# built on simd 82ba8ef1cec4
+# built on parallel b466791e900b
+# built on matmul da409453befe
+# built on disk d270426aac64
 import math
 import sys
 from itertools import count

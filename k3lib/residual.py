@@ -3,9 +3,9 @@
 Made from book/03_mla/02_residual.py: edit that, then run `make export`.
 """
 
-# built on simd c0e9643a4010
-# built on matmul 711b2dad5629
-# built on functions 167407ea1778
+# built on simd 82ba8ef1cec4
+# built on matmul da409453befe
+# built on functions 81a78568089f
 import numpy as np
 from numba import njit
 from k3lib.simd import KERNEL, fma

@@ -3,8 +3,8 @@
 Made from book/04_moe_router/01_router.py: edit that, then run `make export`.
 """
 
-# built on simd c0e9643a4010
-# built on functions 167407ea1778
+# built on simd 82ba8ef1cec4
+# built on functions 81a78568089f
 import numpy as np
 from numba import njit
 from k3lib.simd import KERNEL

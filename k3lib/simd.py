@@ -3,7 +3,6 @@
 Made from book/01_mxfp4/02_simd.py: edit that, then run `make export`.
 """
 
-# built on mxfp4 ada01661af2a
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils

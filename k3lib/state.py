@@ -3,11 +3,6 @@
 Made from book/05_streaming/20_state.py: edit that, then run `make export`.
 """
 
-# built on fileio 206331a93b99
-# built on config 73a7c753c2bf
-# built on header 95af72a09a9a
-# built on checkpoint 135607065727
-# built on model 90783c55d590
 import dataclasses
 import hashlib
 import json

@@ -3,10 +3,6 @@
 Made from book/05_streaming/24_synth.py: edit that, then run `make export`.
 """
 
-# built on fileio 206331a93b99
-# built on config 73a7c753c2bf
-# built on header 95af72a09a9a
-# built on checkpoint 135607065727
 import hashlib
 import json
 import os

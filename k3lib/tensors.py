@@ -3,10 +3,6 @@
 Made from book/05_streaming/04_tensors.py: edit that, then run `make export`.
 """
 
-# built on kda 783e8566cf7c
-# built on mla 724abaacd83d
-# built on moe b8a445422c7f
-# built on fileio 206331a93b99
 from k3lib.kda import KDA_ORDER
 from k3lib.mla import MLA_ORDER
 from k3lib.moe import DENSE_ORDER, MOE_ORDER

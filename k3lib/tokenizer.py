@@ -3,7 +3,6 @@
 Made from book/05_streaming/21_tokenizer.py: edit that, then run `make export`.
 """
 
-# built on fileio 206331a93b99
 import binascii
 import codecs
 import ctypes

@@ -3,13 +3,6 @@
 Made from book/05_streaming/13_trunk.py: edit that, then run `make export`.
 """
 
-# built on parallel 570cc841af45
-# built on matmul 711b2dad5629
-# built on tensors cc1cdc1e6d7f
-# built on disk eb2705bb6ebb
-# built on layout 1b1a49befad3
-# built on prefetch eea11090b896
-# built on read_multiply 7368b679ed11
 import numpy as np
 from k3lib.parallel import CORES
 from k3lib.matmul import ResidentMatrix, bf16_to_float32, matmul_rows

@@ -3,9 +3,6 @@
 Made from book/05_streaming/23_verify.py: edit that, then run `make export`.
 """
 
-# built on fileio 206331a93b99
-# built on header 95af72a09a9a
-# built on checkpoint 135607065727
 import hashlib
 import os
 import re

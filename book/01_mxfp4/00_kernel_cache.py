@@ -1,0 +1,361 @@
+# %% [markdown]
+# # 1.0 Kernels: compiled once, never stale
+#
+# The arithmetic of this book is written in Python and compiled to machine code by numba. Compiling takes about a minute
+# for the whole package, so the machine code is kept on disk. At the end of this chapter you can say when kept machine
+# code is right to use, and show an edit after which numba's own cache gives a wrong answer. You need it when you change
+# a kernel; skip it on a first reading.
+#
+# [contents](../README.md) · [1.1 MXFP4](01_mxfp4.ipynb)
+
+# %%
+import subprocess
+import tempfile
+import time
+
+import numpy as np
+
+# %% tags=["export"]
+import contextlib
+import functools
+import hashlib
+import os
+import pickle
+import re
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeVar
+
+import llvmlite
+import numba
+from numba.core.caching import NullCache
+from numba.core.compiler import CompileResult
+from numba.core.serialize import dumps
+from numba.extending import is_jitted
+
+
+# %% [markdown]
+# | word | meaning |
+# |---|---|
+# | kernel | a Python function that numba compiles to machine code |
+# | signature | the types a kernel is called with; each signature is compiled for itself |
+# | to inline | to copy the machine code of a called function into its caller |
+# | entry | a file with the machine code of one kernel for one signature and one CPU |
+# | digest | SHA-256 of some text: equal digests, equal text |
+#
+# ## 1.0.1 What compiling costs
+#
+# A kernel is compiled at its first call. This one has three lines; the book's kernels have thirty and take a second
+# each.
+
+# %%
+@numba.njit
+def dot(a, b):
+    total = np.float32(0)
+    for i in range(len(a)):
+        total += a[i] * b[i]
+    return total
+
+
+# %% tags=["nbval-ignore-output"]
+a = np.ones(1000, np.float32)
+for call in ("first call", "second call"):
+    start = time.perf_counter()
+    dot(a, a)
+    print(f"{call}: {(time.perf_counter() - start) * 1e3:.3f} ms")
+
+# %% [markdown]
+# ## 1.0.2 A stale entry
+#
+# Numba can keep machine code itself: `njit(cache=True)`. It takes an entry as good while the file that holds the kernel
+# is unchanged. But a kernel contains the code of the functions it inlined, and they may lie in another file. Two small
+# modules show it: `root` calls `leaf`, and then `leaf` changes.
+
+# %%
+LEAF = "from numba import njit\n\n@njit(cache=True)\ndef leaf(x):\n    return x + 1\n"
+ROOT = "from leaf import leaf\nfrom numba import njit\n\n@njit(cache=True)\ndef root(x):\n    return 10 * leaf(x)\n"
+
+
+def run(folder, code):
+    "What Python prints, in a new process that finds its modules in the folder and keeps machine code there."
+    env = {**os.environ, "PYTHONPATH": str(folder), "NUMBA_CACHE_DIR": str(folder / "cache")}
+    return subprocess.check_output([sys.executable, "-c", code], env=env, text=True).strip()
+
+
+with tempfile.TemporaryDirectory() as name:
+    folder = Path(name)
+    (folder / "root.py").write_text(ROOT)
+    answers = []
+    for text in (LEAF, LEAF.replace("+ 1", "+ 100")):
+        (folder / "leaf.py").write_text(text)
+        answers.append(run(folder, "from root import root; print(root(1))"))
+answers
+
+# %% [markdown]
+# The second answer should be 1010. Nothing failed, no message came: the edit simply had no effect. In an early version
+# of this book a recurrence was replaced by `out[j] = out[j]`, and every assertion of its chapter passed, until the
+# cache folder was deleted.
+
+# %%
+assert answers == ["20", "20"]
+
+# %% [markdown]
+# ## 1.0.3 The digest that decides
+#
+# A kernel can inline only what its module can name: its own functions, and what it imports. So the digest of a module
+# is taken over its source *and the sources of all modules it imports from `k3lib`*, directly or not. An edit of a table
+# in `mxfp4` recompiles the product; an edit of the command line recompiles nothing.
+#
+# A process may run for days, as Jupyter's do, and a source may change meanwhile. Its kernels are then made from the old
+# text, and the file holds the new one. Sources are therefore read when this module is imported. A module whose sources
+# have changed since gets no digest, and without a digest machine code is neither kept nor taken.
+
+# %% tags=["export"]
+SOURCES = {path.name[:-3]: hashlib.sha256(path.read_bytes()).digest()
+           for path in files("k3lib").iterdir() if path.name.endswith(".py")}  # as they were when this process began
+
+
+@functools.cache
+def source_digest(module: str) -> str | None:
+    """Digest, in hexadecimal, of the source of k3lib.`module` and of all it imports from k3lib.
+
+    None if one of these files has changed since this module was imported.
+    """
+    names, total = [module], hashlib.sha256()
+    for name in names:  # the list grows while it is read
+        path = files("k3lib") / f"{name}.py"
+        text = path.read_bytes() if path.is_file() else b""
+        digest = hashlib.sha256(text).digest()
+        if digest != SOURCES.get(name):
+            return None
+        total.update(name.encode() + digest)
+        imports = re.findall(rb"^\s*from k3lib\.(\w+) import", text, re.M)
+        names += sorted({other.decode() for other in imports} - {*names})
+    return total.hexdigest()
+
+
+# %%
+assert source_digest("kernel_cache") != source_digest("mxfp4")
+assert source_digest("no_such_module") is None
+
+
+# %% [markdown]
+# ## 1.0.4 Where entries lie
+#
+# In `NUMBA_CACHE_DIR` if that is set. Otherwise beside Python's own compiled files, in `k3lib/__pycache__`; where the
+# package is installed read-only, in the user's cache folder. A container may have neither. Then kernels are compiled in
+# every process, which takes a minute and no more: one line says so, and nothing fails.
+
+# %% tags=["export"]
+def cache_folders() -> Iterator[Path]:
+    "Folders that may hold entries. Entries are looked for in all of them and kept in the first that can be written."
+    if numba.config.CACHE_DIR:
+        yield Path(numba.config.CACHE_DIR)
+        return
+    yield Path(str(files("k3lib"))) / "__pycache__"
+    for folder in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
+        if os.path.isabs(folder):
+            yield Path(folder) / "k3"
+
+
+@functools.cache
+def say_uncached(reasons: str) -> None:
+    "One line on stderr, once for the same reasons."
+    print(f"k3: kernels are compiled anew in every process, because no folder can keep them ({reasons}). "
+          "Set NUMBA_CACHE_DIR to a folder that can be written.", file=sys.stderr)
+
+
+# %% [markdown]
+# ## 1.0.5 An entry
+#
+# The file's name holds a digest of everything that decides the machine code: the sources, the kernel's name, the
+# signature, the CPU, the versions of numba, LLVM and Python, and numba's settings. A different question has a different
+# name, so two processes never overwrite each other's answer with another one.
+#
+# The file begins with the digest of its contents. A file cut short by a full disk or a power cut fails that test. It is
+# compiled again and replaced, as is one that cannot be read for any other reason.
+
+# %% tags=["export"]
+MAX_ENTRIES = 32  # of one kernel in one folder; the oldest are deleted
+_NO_EFFECT = ("NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NUMBA_DEBUG_CACHE")
+
+
+class KernelCache(NullCache):
+    "Machine code of one kernel of k3lib on disk. Numba asks it before it compiles and tells it what it compiled."
+
+    def __init__(self, function: Callable, digest: str):
+        self._name = f"{function.__module__.removeprefix('k3lib.')}.{function.__qualname__}"
+        settings = sorted(f"{name}={value}" for name, value in os.environ.items()
+                          if name.startswith("NUMBA_") and name not in _NO_EFFECT)
+        self._made_by = digest, sys.version, numba.__version__, llvmlite.__version__, settings
+
+    def _file_name(self, signature, codegen):
+        question = repr((self._made_by, self._name, str(signature), codegen.magic_tuple()))
+        return f"{self._name}-{hashlib.sha256(question.encode()).hexdigest()[:24]}.kernel"
+
+    def load_overload(self, sig: Any, target_context: Any) -> CompileResult | None:
+        "The compiled kernel, or None if no folder holds a sound entry."
+        target_context.refresh()
+        name = self._file_name(sig, target_context.codegen())
+        for folder in cache_folders():
+            try:
+                data = (folder / name).read_bytes()
+                if hashlib.sha256(data[32:]).digest() == data[:32]:
+                    signature, payload = pickle.loads(data[32:])
+                    if signature == sig:
+                        return CompileResult._rebuild(target_context, *payload)
+            except Exception:  # no entry, or a damaged one; what damage raises cannot be listed, and compiling mends it
+                continue
+        return None
+
+
+# %% [markdown]
+# Keeping an entry writes a file beside its name and renames it, so another process reads all of it or none. Every edit
+# makes new names. So that the folder does not grow for ever, the oldest entries of the same kernel are deleted.
+
+# %% tags=["export"]
+class KernelCache(KernelCache):
+    def save_overload(self, sig: Any, data: CompileResult) -> None:
+        "Keep the kernel that numba has compiled. A folder that cannot be written is passed over; never an exception."
+        if data.library.has_dynamic_globals:  # addresses of this process are in its code
+            return
+        payload = dumps((sig, data._reduce()))
+        name, reasons = self._file_name(sig, data.codegen), []
+        for folder in cache_folders():
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._write(folder / name, hashlib.sha256(payload).digest() + payload)
+                return
+            except OSError as error:
+                reasons.append(f"{folder}: {error.strerror}")
+        say_uncached("; ".join(reasons))
+
+    def _write(self, path, data):
+        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+        try:
+            temporary.write_bytes(data)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another process may delete the same ones
+            entries = sorted(path.parent.glob(f"{self._name}-*.kernel"), key=os.path.getmtime)
+            for old in entries[:-MAX_ENTRIES]:
+                old.unlink(missing_ok=True)
+
+
+# %% [markdown]
+# ## 1.0.6 Two decorators
+#
+# `@kernel` compiles a function that Python calls. It lets other Python threads run meanwhile (`nogil`), because readers
+# go on while a kernel works, and it divides as NumPy does (`error_model`).
+#
+# `@inner` compiles a function that only kernels call. Numba counts the users of an array as Python does: a function
+# that is handed one adds one to a counter and takes it off again, atomically. For a matrix taken four rows at a time
+# that can be six atomic steps every microsecond, on counters that all threads share. The caller holds its arrays
+# anyway, so an inner function counts nothing (`_nrt=False`).
+#
+# A function of a notebook cell is never kept. What it can inline are the other cells, in the order in which you
+# happened to run them, and no file tells that order.
+
+# %% tags=["export"]
+F = TypeVar("F", bound=Callable[..., Any])
+_KERNEL = {"nogil": True, "error_model": "numpy"}
+_INNER = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False}
+
+
+def _compiled(function, options):
+    compiled = numba.njit(**options)(function)
+    module = function.__module__
+    if module.startswith("k3lib.") and function.__qualname__ == function.__name__ and is_jitted(compiled):
+        if digest := source_digest(module.removeprefix("k3lib.")):
+            compiled._cache = KernelCache(function, digest)
+    return compiled
+
+
+def kernel(function: F) -> F:
+    "Compile a function that Python calls. It releases the GIL, and the machine code of k3lib's own is kept on disk."
+    return _compiled(function, _KERNEL)
+
+
+def inner(function: F) -> F:
+    "Compile a function that only kernels call. It owns no array and counts no references, and is kept as `kernel` is."
+    return _compiled(function, _KERNEL | _INNER)
+
+
+# %% [markdown]
+# ## 1.0.7 Check: every edit is seen
+#
+# The two modules again, now as modules of a small `k3lib` of their own: this chapter's module and nothing else of the
+# book.
+
+# %%
+HERE = Path(str(files("k3lib")))
+LEAF = "from k3lib.kernel_cache import inner\n\n\n@inner\ndef leaf(x):\n    return x + 1\n"
+ROOT = """from k3lib.kernel_cache import kernel
+from k3lib.leaf import leaf
+
+
+@kernel
+def root(x):
+    return 10 * leaf(x)
+"""
+CALL = "from k3lib.root import root; r = root(1); print(r, 'compiled' if root.stats.cache_misses else 'kept')"
+
+
+def small_package(folder):
+    "A k3lib of three modules in the folder."
+    (folder / "k3lib").mkdir()
+    (folder / "k3lib" / "__init__.py").write_text("")
+    (folder / "k3lib" / "kernel_cache.py").write_bytes((HERE / "kernel_cache.py").read_bytes())
+    (folder / "k3lib" / "leaf.py").write_text(LEAF)
+    (folder / "k3lib" / "root.py").write_text(ROOT)
+
+
+with tempfile.TemporaryDirectory() as name:
+    folder, answers = Path(name), []
+    small_package(folder)
+    for text in (LEAF, LEAF, LEAF.replace("+ 1", "+ 100"), LEAF):
+        (folder / "k3lib" / "leaf.py").write_text(text)
+        answers.append(run(folder, CALL))
+answers
+
+# %% [markdown]
+# Compiled; kept; compiled anew after the edit, with the right answer; and the first text again finds the first entry.
+
+# %%
+assert answers == ["20 compiled", "20 kept", "1010 compiled", "20 kept"]
+
+# %% [markdown]
+# Then the entries are damaged in two ways, cut short and overwritten, and the cache folder is taken away. Each answer
+# must still be 20.
+
+# %%
+with tempfile.TemporaryDirectory() as name:
+    folder, answers = Path(name), []
+    small_package(folder)
+    run(folder, CALL)
+    for damage in (lambda data: data[:100], lambda data: b"\0" * len(data)):
+        for entry in (folder / "cache").glob("*.kernel"):
+            entry.write_bytes(damage(entry.read_bytes()))
+        answers += [run(folder, CALL), run(folder, CALL)]
+    for entry in (folder / "cache").iterdir():
+        entry.unlink()
+    (folder / "cache").rmdir()
+    (folder / "cache").write_text("a file where the folder should be")
+    answers.append(run(folder, CALL))
+assert answers == ["20 compiled", "20 kept", "20 compiled", "20 kept", "20 compiled"]
+answers
+
+# %% [markdown]
+# ## 1.0.8 Summary
+#
+# - Machine code is right to use when every source it was made from is unchanged, the ones it inlined included.
+# - Put what decides an answer into the name under which the answer is kept; then it cannot be stale and two writers
+#   cannot disagree.
+# - A cache may fail in any way without an error, because everything in it can be made again.
+#
+# **Exercise.** Numba freezes global variables: a kernel that reads `TILE` contains its value. Why is `TILE = 8` covered
+# by the digest, and `TILE = int(os.environ["TILE"])` not?

@@ -1,0 +1,155 @@
+"""1.0 Kernels: compiled once, never stale
+
+Made from book/01_mxfp4/00_kernel_cache.py: edit that, then run `make export`.
+"""
+
+import contextlib
+import functools
+import hashlib
+import os
+import pickle
+import re
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeVar
+
+import llvmlite
+import numba
+from numba.core.caching import NullCache
+from numba.core.compiler import CompileResult
+from numba.core.serialize import dumps
+from numba.extending import is_jitted
+
+
+SOURCES = {path.name[:-3]: hashlib.sha256(path.read_bytes()).digest()
+           for path in files("k3lib").iterdir() if path.name.endswith(".py")}  # as they were when this process began
+
+
+@functools.cache
+def source_digest(module: str) -> str | None:
+    """Digest, in hexadecimal, of the source of k3lib.`module` and of all it imports from k3lib.
+
+    None if one of these files has changed since this module was imported.
+    """
+    names, total = [module], hashlib.sha256()
+    for name in names:  # the list grows while it is read
+        path = files("k3lib") / f"{name}.py"
+        text = path.read_bytes() if path.is_file() else b""
+        digest = hashlib.sha256(text).digest()
+        if digest != SOURCES.get(name):
+            return None
+        total.update(name.encode() + digest)
+        imports = re.findall(rb"^\s*from k3lib\.(\w+) import", text, re.M)
+        names += sorted({other.decode() for other in imports} - {*names})
+    return total.hexdigest()
+
+
+def cache_folders() -> Iterator[Path]:
+    "Folders that may hold entries. Entries are looked for in all of them and kept in the first that can be written."
+    if numba.config.CACHE_DIR:
+        yield Path(numba.config.CACHE_DIR)
+        return
+    yield Path(str(files("k3lib"))) / "__pycache__"
+    for folder in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
+        if os.path.isabs(folder):
+            yield Path(folder) / "k3"
+
+
+@functools.cache
+def say_uncached(reasons: str) -> None:
+    "One line on stderr, once for the same reasons."
+    print(f"k3: kernels are compiled anew in every process, because no folder can keep them ({reasons}). "
+          "Set NUMBA_CACHE_DIR to a folder that can be written.", file=sys.stderr)
+
+
+MAX_ENTRIES = 32  # of one kernel in one folder; the oldest are deleted
+_NO_EFFECT = ("NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NUMBA_DEBUG_CACHE")
+
+
+class KernelCache(NullCache):
+    "Machine code of one kernel of k3lib on disk. Numba asks it before it compiles and tells it what it compiled."
+
+    def __init__(self, function: Callable, digest: str):
+        self._name = f"{function.__module__.removeprefix('k3lib.')}.{function.__qualname__}"
+        settings = sorted(f"{name}={value}" for name, value in os.environ.items()
+                          if name.startswith("NUMBA_") and name not in _NO_EFFECT)
+        self._made_by = digest, sys.version, numba.__version__, llvmlite.__version__, settings
+
+    def _file_name(self, signature, codegen):
+        question = repr((self._made_by, self._name, str(signature), codegen.magic_tuple()))
+        return f"{self._name}-{hashlib.sha256(question.encode()).hexdigest()[:24]}.kernel"
+
+    def load_overload(self, sig: Any, target_context: Any) -> CompileResult | None:
+        "The compiled kernel, or None if no folder holds a sound entry."
+        target_context.refresh()
+        name = self._file_name(sig, target_context.codegen())
+        for folder in cache_folders():
+            try:
+                data = (folder / name).read_bytes()
+                if hashlib.sha256(data[32:]).digest() == data[:32]:
+                    signature, payload = pickle.loads(data[32:])
+                    if signature == sig:
+                        return CompileResult._rebuild(target_context, *payload)
+            except Exception:  # no entry, or a damaged one; what damage raises cannot be listed, and compiling mends it
+                continue
+        return None
+
+    def save_overload(self, sig: Any, data: CompileResult) -> None:
+        "Keep the kernel that numba has compiled. A folder that cannot be written is passed over; never an exception."
+        if data.library.has_dynamic_globals:  # addresses of this process are in its code
+            return
+        payload = dumps((sig, data._reduce()))
+        name, reasons = self._file_name(sig, data.codegen), []
+        for folder in cache_folders():
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._write(folder / name, hashlib.sha256(payload).digest() + payload)
+                return
+            except OSError as error:
+                reasons.append(f"{folder}: {error.strerror}")
+        say_uncached("; ".join(reasons))
+
+    def _write(self, path, data):
+        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+        try:
+            temporary.write_bytes(data)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another process may delete the same ones
+            entries = sorted(path.parent.glob(f"{self._name}-*.kernel"), key=os.path.getmtime)
+            for old in entries[:-MAX_ENTRIES]:
+                old.unlink(missing_ok=True)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+_KERNEL = {"nogil": True, "error_model": "numpy"}
+_INNER = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False}
+
+
+def _compiled(function, options):
+    compiled = numba.njit(**options)(function)
+    module = function.__module__
+    if module.startswith("k3lib.") and function.__qualname__ == function.__name__ and is_jitted(compiled):
+        if digest := source_digest(module.removeprefix("k3lib.")):
+            compiled._cache = KernelCache(function, digest)
+    return compiled
+
+
+def kernel(function: F) -> F:
+    "Compile a function that Python calls. It releases the GIL, and the machine code of k3lib's own is kept on disk."
+    return _compiled(function, _KERNEL)
+
+
+def inner(function: F) -> F:
+    "Compile a function that only kernels call. It owns no array and counts no references, and is kept as `kernel` is."
+    return _compiled(function, _KERNEL | _INNER)
+
+
+__all__ = [
+    "SOURCES", "source_digest", "cache_folders", "say_uncached", "MAX_ENTRIES", "KernelCache", "F", "kernel",
+    "inner",
+]

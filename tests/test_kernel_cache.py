@@ -1,0 +1,94 @@
+"""Machine code on disk: an edit is seen wherever the edited function was inlined, and a cache that fails stops nothing.
+
+The chapter checks an edited leaf and damaged entries in a small package; here is what needs a process of its own.
+"""
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parents[1]
+LEAF = "from k3lib.kernel_cache import inner\n\n\n@inner\ndef leaf(x):\n    return x + 1\n"
+CALLER = ("from k3lib.kernel_cache import kernel\nfrom k3lib.leaf import leaf\n\n\n"
+          "@kernel\ndef root(x):\n    return 10 * leaf(x)\n")
+CALL = "from k3lib.root import root; r = root(1); print(r, 'compiled' if root.stats.cache_misses else 'kept')"
+
+
+@pytest.fixture
+def package(tmp_path):
+    "The folder that holds a k3lib of three modules: kernel_cache, leaf, and root, which inlines leaf."
+    (tmp_path / "k3lib").mkdir()
+    (tmp_path / "k3lib" / "__init__.py").write_text("")
+    (tmp_path / "k3lib" / "leaf.py").write_text(LEAF)
+    (tmp_path / "k3lib" / "root.py").write_text(CALLER)
+    shutil.copy(ROOT / "k3lib" / "kernel_cache.py", tmp_path / "k3lib")
+    return tmp_path
+
+
+def run(folder, code=CALL, **env):
+    "(what Python prints, what it says on stderr) in a process that finds k3lib in the folder."
+    clean = {k: v for k, v in os.environ.items() if k not in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")}
+    done = subprocess.run([sys.executable, "-c", code], env=clean | {"PYTHONPATH": str(folder)} | env, cwd=folder,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), done.stderr
+
+
+def test_entries_lie_beside_pythons_own(package):
+    assert run(package) == ("20 compiled", "")
+    assert run(package) == ("20 kept", "")
+    assert len(list((package / "k3lib" / "__pycache__").glob("*.kernel"))) == 2
+
+
+def test_a_process_that_began_before_the_edit_keeps_nothing(package):
+    edit = ("import k3lib.leaf, pathlib; p = pathlib.Path('k3lib/leaf.py'); "
+            "p.write_text(p.read_text().replace('+ 1', '+ 100')); ")
+    assert run(package, edit + CALL) == ("20 compiled", "")
+    assert run(package) == ("1010 compiled", "")
+
+
+def test_installed_read_only_entries_go_to_the_users_folder(package):
+    (package / "k3lib" / "__pycache__").write_text("a file, so no folder")
+    assert run(package, HOME=str(package)) == ("20 compiled", "")
+    assert len(list((package / ".cache" / "k3").glob("*.kernel"))) == 2
+    assert run(package, HOME=str(package)) == ("20 kept", "")
+
+
+@pytest.mark.parametrize("env", [{"HOME": "/dev/null"}, {"NUMBA_CACHE_DIR": "/dev/null/cache"}], ids=str)
+def test_no_folder_can_be_written(package, env):
+    (package / "k3lib" / "__pycache__").write_text("a file, so no folder")
+    answer, text = run(package, **env)
+    assert answer == "20 compiled"
+    assert re.fullmatch(r"k3: kernels are compiled anew in every process.*Set NUMBA_CACHE_DIR to a folder.*\n", text)
+
+
+def test_a_full_disk_leaves_nothing_half_written(package):
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (999, 999)); sys.dont_write_bytecode = 1; "
+    answer, text = run(package, limit + CALL, NUMBA_CACHE_DIR=str(package / "cache"))
+    assert answer == "20 compiled" and text.count("\n") == 1 and "File too large" in text
+    assert list((package / "cache").iterdir()) == []
+
+
+def test_entries_do_not_pile_up(package):
+    for n in range(3):
+        (package / "k3lib" / "leaf.py").write_text(LEAF.replace("+ 1", f"+ {n}"))
+        code = f"import k3lib.kernel_cache as c; c.MAX_ENTRIES = 2; {CALL}"
+        assert run(package, code, NUMBA_CACHE_DIR=str(package / "cache"))[0] == f"{10 + 10 * n} compiled"
+    assert len(list((package / "cache").glob("*.kernel"))) == 4
+
+
+def test_a_notebook_runs_the_kernel_that_its_cells_show(package):
+    def answer(leaf):
+        functions = [module.split("\n\n\n")[1] for module in (leaf, CALLER)]
+        cells = ["from k3lib.kernel_cache import inner, kernel", *functions, "root(1)"]
+        nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+        NotebookClient(nb, kernel_name="python3", resources={"metadata": {"path": ROOT}}).execute()
+        return nb.cells[-1].outputs[0]["data"]["text/plain"]
+
+    assert [answer(LEAF), answer(LEAF.replace("+ 1", "+ 100"))] == ["20", "1010"]
