@@ -54,7 +54,7 @@ def fixed_costs(config: Config, trunk: TrunkLayout, context: int) -> dict[str, i
         "interpreter, libraries, checkpoint index": resident_bytes() or PROCESS_RSS,
         "compiled kernels and threads": JIT_RSS + libraries,
         "KDA state": state_bytes(config),
-        f"latent cache, {context} positions": context * position_bytes(config),
+        f"latent KV cache, {context} positions": context * position_bytes(config),
         "vectors and convolutions": sum(vector_bytes(tensor.extent) for tensor in trunk.resident.values()),
     }
 

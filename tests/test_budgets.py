@@ -14,7 +14,7 @@ from common import FIXTURES, MODEL
 from test_synth import rewritten
 
 import k3lib
-from k3lib import disk, engine, memory, plan
+from k3lib import cli, disk, memory, plan
 from k3lib.checkpoint import Checkpoint, EXPERT_TENSORS, Extent
 from k3lib.header import header_bytes
 from k3lib.config import read_config
@@ -78,7 +78,7 @@ def slice_(tmp_path_factory, everything):
     """
     folder = tmp_path_factory.mktemp("slice")
     synth(folder / "model", "full", layers=5, experts=64, vocab=None if everything else 16_384)
-    engine.pack_trunk(folder / "model", folder / "trunk")
+    cli.pack_trunk(folder / "model", folder / "trunk")
     return folder
 
 
@@ -236,7 +236,7 @@ def small_process(monkeypatch):
 def test_the_released_shape_fits_a_gigabyte_and_4096_positions_cost_226_megabytes(released, small_process):
     short, long = (plan.make_plan(*released, 2 * 10**9, context) for context in (9, 4096))
     assert all(plan.make_plan(*released, 10**9, context).total <= 10**9 for context in (9, 4096))
-    cache = long.parts["latent cache, 4096 positions"]
+    cache = long.parts["latent KV cache, 4096 positions"]
     assert cache == 4096 * 24 * 576 * 4 and 226e6 < cache < 227e6 and 55_000 < cache / 4096 < 55_500
     assert long.total <= 2 * 10**9 and short.pinned_bytes - long.pinned_bytes > 200e6, "the cache takes memory from the trunk"
     assert min(short.total, long.total) > 1.99e9, "most of the budget is spent"
@@ -255,10 +255,10 @@ def test_a_context_that_does_not_fit_is_refused_before_the_first_read(slice_, tm
 FULL = """
 import sys, k3lib
 model = k3lib.load(sys.argv[1], sys.argv[2], context=4096)
-for state in model.state:
+for state in model.sequence.layers:
     if not isinstance(state, tuple):  # a latent cache, as it is after so many tokens
         state[:] = 0.01
-model.position = 4094
+model.sequence.position = 4094
 model.prefill([5, 9])
 print(model.report.peak_rss_bytes, model.plan.total)
 """

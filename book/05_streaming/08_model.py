@@ -41,6 +41,7 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 FOLDER = ROOT / "fixtures" / "oracle13" / "model"
 EXPECTED = load_file(FOLDER.parent / "expected.safetensors")
 config, checkpoint = read_config(FOLDER), Checkpoint(FOLDER)
+LATENT_EPS = 1e-6
 
 
 # %% [markdown]
@@ -51,9 +52,6 @@ config, checkpoint = read_config(FOLDER), Checkpoint(FOLDER)
 # their turn in their chapters; these are the ones that only the loop can make.
 
 # %%
-LATENT_EPS = 1e-6
-
-
 def rms(x, w, eps):
     return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + eps) * w
 

@@ -112,7 +112,7 @@ def fixed_costs(config: Config, trunk: TrunkLayout, context: int) -> dict[str, i
         "interpreter, libraries, checkpoint index": resident_bytes() or PROCESS_RSS,
         "compiled kernels and threads": JIT_RSS + libraries,
         "KDA state": state_bytes(config),
-        f"latent cache, {context} positions": context * position_bytes(config),
+        f"latent KV cache, {context} positions": context * position_bytes(config),
         "vectors and convolutions": sum(vector_bytes(tensor.extent) for tensor in trunk.resident.values()),
     }
 
@@ -181,9 +181,9 @@ class PlanError(UsageError):
 
 
 # %% [markdown]
-# At the smallest budget one expert slot a reader is enough: an expert passes through it in blocks (5.16). How many
-# readers, then? With sixteen experts a token, six readers take three rounds, and so does any number down to six; with
-# five it is four. More readers than the rounds need would only leave the last round to one of them.
+# At the smallest budget one expert slot a reader is enough: an expert passes through it in blocks (5.16). How many readers,
+# then? With sixteen experts a token, seven readers take three rounds, and so do six; five take four. With seven, the last
+# round would be two experts' and two cores'. So it is six.
 
 # %% tags=["export"]
 def expert_readers(config: Config, readers: int) -> int:

@@ -172,7 +172,8 @@ class Engine:
     generated token.
     """
 
-    def __init__(self, source: "Source", plan: Plan, files: Files, trunk: Trunk, experts: Experts, threads: int):
+    def __init__(self, source: "Source", plan: Plan, files: Files, trunk: Trunk, experts: Experts, threads: int,
+                 read_before: int | None):
         self.source, self.plan, self.files, self.trunk, self.experts = source, plan, files, trunk, experts
         self.config, self.tokenizer, self.threads = source.config, source.tokenizer, threads
         self.chunk, self.context = plan.chunk, plan.context
@@ -182,7 +183,7 @@ class Engine:
         self.on_layer: Callable[[int], object] = lambda L: None
         self.steps: list[Step] = []
         self._wall_seconds = self._io_wait_seconds = 0.0
-        self._read_before = read_call_bytes()
+        self._read_before = read_before  # what read_call_bytes said before the first weight was read
         self._process, self._call, self._closed = os.getpid(), threading.Lock(), False
         self._moves = 0  # grows with every call that may move the sequence
         self._fingerprint: str | None = None
@@ -525,7 +526,7 @@ def start(source: Source, plan: Plan, threads: int, progress: Callable[[int], ob
     "Read what the plan pins, start the readers, and return the Engine that owns them."
     config, checkpoint, order = source.config, source.checkpoint, list(forward_order(source.config))
     with contextlib.ExitStack() as undo:
-        files = Files(source.trunk.identities)
+        files, read_before = Files(source.trunk.identities), read_call_bytes()
         undo.callback(files.close)
         rows, slots = plan.layout.trunk.rows, plan.layout.experts.slots
         trunk = Trunk(source.trunk, order, plan.pinned, row_multiples(config), files, part_of, rows.count,
@@ -534,7 +535,7 @@ def start(source: Source, plan: Plan, threads: int, progress: Callable[[int], ob
         experts = Experts(lambda L, e: list(checkpoint.expert(L, e).values()), files, slots.count, slots.nbytes,
                           plan.layout.experts.readers, plan.layout.experts.layers)
         undo.callback(experts.close)
-        engine = Engine(source, plan, files, trunk, experts, threads)
+        engine = Engine(source, plan, files, trunk, experts, threads, read_before)
         undo.pop_all()
         return engine
 
