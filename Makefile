@@ -1,6 +1,6 @@
 # On a bare machine with Python >= 3.11 and make:
 #   make decode    set up, then run the last notebook on the embedded model
-#   make test      the check, pytest over tests/, nbval over every notebook
+#   make test      the check, pytest over tests/, nbval over every notebook; `make test-all`: every case of large grids
 # After editing:
 #   make export    k3lib/*.py from the chapters (seconds)
 #   make check     is everything in sync, lint-free and typed? changes nothing (seconds)
@@ -14,8 +14,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 endif
 PY := $(BIN)/python
+# Tests and notebooks in one run of two workers; a worker takes whole files, in the order that tests/conftest.py gives.
+PYTEST := $(PY) -m pytest -rs -n 2 --dist loadfile --no-loadscope-reorder
+NBVAL := --nbval --nbval-sanitize-with tests/nbval.cfg --nbval-kernel-name python3
 
-.PHONY: decode test check lint export tidy format graph book scale matrix bench bench-history faults clean
+.PHONY: decode test test-all check lint export tidy format graph book scale matrix bench bench-history faults clean
 
 decode: .venv/ready
 	mkdir -p out
@@ -23,8 +26,10 @@ decode: .venv/ready
 	$(PY) book/show_run.py out/25_decode.ipynb
 
 test: .venv/ready check
-	$(PY) -m pytest -rs tests
-	$(PY) -m pytest --nbval --nbval-sanitize-with tests/nbval.cfg --nbval-kernel-name python3 book
+	$(PYTEST) $(NBVAL) tests book
+
+test-all: .venv/ready check
+	$(PYTEST) --all $(NBVAL) tests book
 
 check: .venv/ready lint
 	$(PY) book/tangle.py --check

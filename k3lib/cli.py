@@ -296,6 +296,7 @@ def pack_trunk(path: str | os.PathLike, folder: str | os.PathLike) -> str:
     from k3lib.fileio import UsageError
     from k3lib.memory import shown_size
     from k3lib.pack import pack
+    from k3lib.system import disk_bytes
     from k3lib.tensors import check_tensors, forward_order
     config, checkpoint, folder = read_config(path), Checkpoint(path), Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -312,7 +313,7 @@ def pack_trunk(path: str | os.PathLike, folder: str | os.PathLike) -> str:
         stop.done = f"with {len(_shards(folder))} files in {folder}: the same command goes on from there"
         raise
     files = [file.stat() for file in _shards(folder)]
-    size, on_disk = sum(file.st_size for file in files), 512 * sum(file.st_blocks for file in files)
+    size, on_disk = sum(file.st_size for file in files), sum(disk_bytes(file) for file in files)
     return (f"{folder}: {len(files)} files of {shown_size(size)}, {shown_size(on_disk)} on disk; "
             f"{len(files) - found} written and {found} found, all compared with {path}, "
             f"in {time.perf_counter() - began:.1f} s")
@@ -440,9 +441,10 @@ def _stopping(command) -> Iterator[list[int]]:
     moment. So a thread hears of the signal too, through a pipe, and ends the process if it is still alive after GRACE
     seconds.
     """
+    from k3lib.system import make_nonblocking
     _came.clear()
     reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+    make_nonblocking(writer)
     hook, sys.unraisablehook = sys.unraisablehook, _hook_without_lost_signals(sys.unraisablehook)
     heard = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, _receive) for number in heard}
@@ -497,16 +499,10 @@ def _hook_without_lost_signals(hook):
 
 def _exit_code(error):
     "2 usage, config or plan refused; 4 weights unreadable or damaged; 1 anything else."
-    from k3lib.fileio import CheckpointError
-    from k3lib.config import ConfigError
-    from k3lib.trace import TraceError
-    from k3lib.fileio import UsageError
-    from k3lib.synth import SynthError
-    from k3lib.tokenizer import TokenizerError
-    if isinstance(error, CheckpointError):
-        return 4
-    return 2 if isinstance(error, (UsageError, TraceError, ConfigError, TokenizerError, SynthError,
-                                   FileNotFoundError, NotADirectoryError)) else 1
+    from k3lib.fileio import K3Error
+    if isinstance(error, K3Error):
+        return error.exit_code
+    return 2 if isinstance(error, (FileNotFoundError, NotADirectoryError)) else 1
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,15 +7,17 @@ import json
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from k3lib.fileio import json_object, small_file
+from typing import Any
+
+from k3lib.fileio import UsageError, json_object, small_file
 
 
-class ConfigError(ValueError):
+class ConfigError(UsageError):
     "A config.json that cannot be read, lacks a field, or asks for something this engine does not do."
 
 
-def shown(value):
-    "A value as one short line for an error message."
+def shown(value: object) -> str:
+    "A value of the config for an error message: JSON on one line of at most 60 characters."
     text = json.dumps(value, default=repr)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -23,28 +25,28 @@ def shown(value):
 MAX_CONFIG_BYTES = 4_000_000
 
 
-def load_json(path):
-    "The JSON object in file `path` as a dict. ConfigError for what is above 4 MB, nests deep or has a key twice."
+def load_json(path: Path) -> dict:
+    "The JSON object in the file `path`. ConfigError if it has over 4 MB, nests deep or has a key twice."
     return json_object(small_file(path, MAX_CONFIG_BYTES, ConfigError), path, ConfigError)
 
 
 @dataclass
 class Reading:
-    "A config tree being read: `missing` fields and `wrong` values are collected, so that one message can tell all."
+    "A config tree being read. `missing` fields and `wrong` values are collected, so that one message names them all."
 
     tree: dict
-    missing: list = field(default_factory=list)
-    wrong: list = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
 
-    def get(self, path):
-        "The value at a dotted path, or None where it or an object above it is absent."
-        value = self.tree
+    def get(self, path: str) -> Any:
+        "The value at a dotted path, or None if it or an object above it is absent."
+        value: Any = self.tree
         for key in path.split("."):
             value = value.get(key) if isinstance(value, dict) else None
         return value
 
-    def need(self, path):
-        "Like get, and notes what was missing: the field, or the whole object it should stand in."
+    def need(self, path: str) -> Any:
+        "Like get, and records what is missing: the field, or the whole object that should hold it."
         value, keys = self.get(path), path.split(".")
         if value is None:
             absent = next(p for i in range(len(keys)) if self.get(p := ".".join(keys[: i + 1])) is None)
@@ -55,32 +57,34 @@ class Reading:
                 self.missing.append(absent)
         return value
 
-    def expect(self, path, found, expected):
-        "Notes a fault at `path`: what was found, what was expected."
+    def expect(self, path: str, found: object, expected: str) -> None:
+        "Records a fault at `path`: what was found, what was expected."
         self.wrong.append(f"{path} is {shown(found)}, expected {expected}")
 
-    def whole(self, path, low, high):
+    def whole(self, path: str, low: int, high: int) -> int | None:
         "The integer at `path`, within low..high; true, 4.0 and \"4\" are not integers."
         value = self.need(path)
         if value is None or type(value) is int and low <= value <= high:
             return value
-        return self.expect(path, value, f"an integer in {low}..{high:,}")
+        self.expect(path, value, f"an integer in {low}..{high:,}")
+        return None
 
-    def real(self, path, low, high):
+    def real(self, path: str, low: float, high: float) -> float | None:
         "The finite number at `path` as a float, within low..high."
         value = self.need(path)
         if value is None or type(value) in (int, float) and low <= value <= high:
             return None if value is None else float(value)
-        return self.expect(path, value, f"a number in {low:g}..{high:g}")
+        self.expect(path, value, f"a number in {low:g}..{high:g}")
+        return None
 
-    def fixed(self, path, expected):
-        "Notes a fault unless the value at `path`, if there is one, is `expected` in value and type."
+    def fixed(self, path: str, expected: object) -> None:
+        "Records a fault unless the value at `path`, if there is one, is `expected` in value and type."
         found = self.get(path)
         if found is not None and (type(found) is not type(expected) or found != expected):
             self.expect(path, found, f"{shown(expected)}, the only value implemented")
 
-    def either(self, name, needed=False):
-        "Path and value of a field that may stand in text_config, at the top, or in both if they agree."
+    def either(self, name: str, needed: bool = False) -> tuple[str, Any]:
+        "Path and value of a field that may be in text_config, at the top, or in both if they agree."
         inner, outer = self.get(f"text_config.{name}"), self.get(name)
         if inner is not None and outer is not None and inner != outer:
             self.expect(name, outer, f"{shown(inner)} as in text_config.{name}")
@@ -142,8 +146,8 @@ FIXED_IF_GIVEN = {
 }
 
 
-def check_widths(r, n):
-    "Notes faults between fields: `n` maps the names of Config to the values read, None where one was refused."
+def check_widths(r: Reading, n: dict[str, Any]) -> None:
+    "Records faults between fields: `n` maps the names of Config to the values read, None where one was refused."
     text = "text_config."
     for name in ("routed_expert_hidden_size", "moe_intermediate_size"):
         if n[name] is not None and n[name] % 32:
@@ -156,8 +160,8 @@ def check_widths(r, n):
         r.expect(text + "num_key_value_heads", shared, f"num_attention_heads = {heads}")
 
 
-def check_quantization(r):
-    "Notes a fault unless the experts are declared as MXFP4: 4-bit floats in groups of 32."
+def check_quantization(r: Reading) -> None:
+    "Records a fault unless the experts are declared as MXFP4: 4-bit floats in groups of 32."
     path, quantization = r.either("quantization_config", needed=True)
     if quantization is None:
         return
@@ -174,9 +178,8 @@ def check_quantization(r):
             r.expect(f"{path}.config_groups.*.weights", found, shown(want))
 
 
-def read_token_ids(r, vocab):
+def read_token_ids(r: Reading, vocab: int | None) -> dict[str, Any]:
     "bos, eos (a tuple: the field may be a list) and pad id, each optional, each below `vocab`."
-
     (bos_path, bos), (eos_path, eos), (pad_path, pad) = (r.either(f"{x}_token_id") for x in ("bos", "eos", "pad"))
     eos = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     given = [(path, i) for path, i in ((bos_path, bos), (pad_path, pad)) if i is not None]
@@ -186,7 +189,7 @@ def read_token_ids(r, vocab):
     return {"bos_token_id": bos, "eos_token_ids": eos, "pad_token_id": pad}
 
 
-def read_layer_lists(r, layers):
+def read_layer_lists(r: Reading, layers: int | None) -> tuple[frozenset[int], frozenset[int]]:
     "The KDA and MLA layers as two sets counted from 0. The lists count from 1 and must share out 1..layers."
     lists = {}
     for name in ("kda_layers", "full_attn_layers"):
@@ -209,12 +212,13 @@ def read_layer_lists(r, layers):
             numbers = ", ".join(shown(i) for i in found[:8]) + (", ..." if len(found) > 8 else "")
             r.wrong.append(f"text_config.linear_attn_config.kda_layers and full_attn_layers: {numbers} {fault}, "
                            f"expected each of 1..{layers} once")
-    return tuple(frozenset(i - 1 for i in layers) for layers in lists.values())
+    kda, mla = (frozenset(i - 1 for i in lists[name]) for name in ("kda_layers", "full_attn_layers"))
+    return kda, mla
 
 
 @dataclass(frozen=True)
 class Config:
-    "The text stack's numbers. Layers count from 0 here; names are config.json's, `kda_*` from linear_attn_config."
+    "The text stack's numbers. Layers count from 0; names are config.json's, `kda_*` from linear_attn_config."
 
     vocab_size: int
     hidden_size: int
@@ -241,133 +245,29 @@ class Config:
     activation_situ_beta: float
     activation_situ_linear_beta: float
     kda_gate_lower_bound: float
-    kda_layers: frozenset
-    mla_layers: frozenset
+    kda_layers: frozenset[int]
+    mla_layers: frozenset[int]
     bos_token_id: int | None = None
-    eos_token_ids: tuple = ()
+    eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
 
-    def layer_kind(self, L):
+    def layer_kind(self, L: int) -> str:
         "'kda' or 'mla' for layer L, counted from 0."
         if not 0 <= L < self.num_hidden_layers:
             raise IndexError(f"layer {L}: the model has layers 0..{self.num_hidden_layers - 1}")
         return "kda" if L in self.kda_layers else "mla"
 
-    def is_dense(self, L):
-        "True where layer L, counted from 0, has one dense MLP and no experts."
+    def is_dense(self, L: int) -> bool:
+        "True if layer L, counted from 0, has one dense MLP and no experts."
         return L < self.first_k_dense_replace
 
-    def tensors(self):
-        "Every tensor of the text stack as (name, dtype, shape), layer by layer, the globals last."
-        for L in range(self.num_hidden_layers):
-            for name, dtype, shape in layer_tensors(self, L):
-                yield f"language_model.model.layers.{L}.{name}", dtype, shape
-        yield from global_tensors(self)
 
-    def families(self):
-        """The same tensors by the dozen: (pattern, dtype, shape, layers, experts).
+def read_config(model_dir: str | Path) -> Config:
+    """The Config in model_dir/config.json.
 
-        The pattern is a name with '#' for its numbers, a layer and an expert: every pair of the two lists, -1 where a name has no such number.
-        """
-        layers = {}
-        for L in range(self.num_hidden_layers):
-            for family in layer_tensors(self, L, ["#"]):
-                layers.setdefault(family, []).append(L)
-        for (name, dtype, shape), where in layers.items():
-            yield f"language_model.model.layers.#.{name}", dtype, shape, where, range(self.num_experts) if ".#." in name else [-1]
-        for name, dtype, shape in global_tensors(self):
-            yield name, dtype, shape, [-1], [-1]
-
-    def shape_fits(self, name, expected, found):
-        "True if a tensor of shape `found` can serve as `name`. `A_log` may carry any padding after its heads."
-        if name.endswith(".A_log"):
-            return len(found) == 1 and found[0] >= self.kda_num_heads
-        return tuple(found) == tuple(expected)
-
-
-def kda_tensors(c):
-    "Short name, dtype and shape of a KDA attention's tensors."
-    H, P, d, k = c.hidden_size, c.kda_num_heads * c.kda_head_dim, c.kda_head_dim, c.kda_conv_kernel
-    return [
-        *((f"{x}_proj.weight", "BF16", (P, H)) for x in "qkvg"),
-        ("b_proj.weight", "BF16", (c.kda_num_heads, H)),
-        ("f_a_proj.weight", "BF16", (d, H)),
-        ("f_b_proj.weight", "BF16", (P, d)),
-        ("o_proj.weight", "BF16", (H, P)),
-        ("A_log", "F32", (max(d, c.kda_num_heads),)),
-        ("dt_bias", "F32", (P,)),
-        ("o_norm.weight", "F32", (d,)),
-        *((f"{x}_conv1d.weight", "F32", (P, 1, k)) for x in "qkv"),
-    ]
-
-
-def mla_tensors(c):
-    "Short name, dtype and shape of a gated MLA attention's tensors."
-    H, A, q, kv = c.hidden_size, c.num_attention_heads, c.q_lora_rank, c.kv_lora_rank
-    return [
-        ("q_a_proj.weight", "BF16", (q, H)),
-        ("q_a_layernorm.weight", "BF16", (q,)),
-        ("q_b_proj.weight", "BF16", (A * (c.qk_nope_head_dim + c.qk_rope_head_dim), q)),
-        ("kv_a_proj_with_mqa.weight", "BF16", (kv + c.qk_rope_head_dim, H)),
-        ("kv_a_layernorm.weight", "BF16", (kv,)),
-        ("kv_b_proj.weight", "BF16", (A * (c.qk_nope_head_dim + c.v_head_dim), kv)),
-        ("g_proj.weight", "BF16", (A * c.v_head_dim, H)),
-        ("o_proj.weight", "BF16", (H, A * c.v_head_dim)),
-    ]
-
-
-def gated_mlp_tensors(H, width):
-    "Short name, dtype and shape of a dense gated MLP `width` wide."
-    return [
-        ("gate_proj.weight", "BF16", (width, H)),
-        ("up_proj.weight", "BF16", (width, H)),
-        ("down_proj.weight", "BF16", (H, width)),
-    ]
-
-
-def moe_tensors(c, experts):
-    "Short name, dtype and shape of a latent MoE's tensors, those of the routed `experts` last."
-    H, E, z, m = c.hidden_size, c.num_experts, c.routed_expert_hidden_size, c.moe_intermediate_size
-    yield "gate.weight", "BF16", (E, H)
-    yield "gate.e_score_correction_bias", "F32", (E,)
-    yield "routed_expert_down_proj.weight", "BF16", (z, H)
-    yield "routed_expert_up_proj.weight", "BF16", (H, z)
-    yield "routed_expert_norm.weight", "BF16", (z,)
-    for name, dtype, shape in gated_mlp_tensors(H, m * c.num_shared_experts):
-        yield f"shared_experts.{name}", dtype, shape
-    for e in experts:
-        for w, rows, width in (("w1", m, z), ("w2", z, m), ("w3", m, z)):
-            yield f"experts.{e}.{w}.weight_packed", "U8", (rows, width // 2)
-            yield f"experts.{e}.{w}.weight_scale", "U8", (rows, width // 32)
-
-
-def layer_tensors(c, L, experts=None):
-    "Name within layer L, dtype and shape of all its tensors, with all of its experts or those given."
-    H = c.hidden_size
-    for name in ("input_layernorm", "post_attention_layernorm", "self_attention_res_norm"):
-        yield f"{name}.weight", "BF16", (H,)
-    yield "self_attention_res_proj.weight", "BF16", (1, H)
-    yield "mlp_res_norm.weight", "BF16", (H,)
-    yield "mlp_res_proj.weight", "BF16", (1, H)
-    for name, dtype, shape in kda_tensors(c) if c.layer_kind(L) == "kda" else mla_tensors(c):
-        yield f"self_attn.{name}", dtype, shape
-    prefix, rest = ("mlp", gated_mlp_tensors(H, c.intermediate_size)) if c.is_dense(L) else ("block_sparse_moe", moe_tensors(c, experts or range(c.num_experts)))
-    for name, dtype, shape in rest:
-        yield f"{prefix}.{name}", dtype, shape
-
-
-def global_tensors(c):
-    "Full name, dtype and shape of the five tensors outside the layers."
-    H, V = c.hidden_size, c.vocab_size
-    yield "language_model.model.embed_tokens.weight", "BF16", (V, H)
-    yield "language_model.lm_head.weight", "BF16", (V, H)
-    yield "language_model.model.norm.weight", "BF16", (H,)
-    yield "language_model.model.output_attn_res_norm.weight", "BF16", (H,)
-    yield "language_model.model.output_attn_res_proj.weight", "BF16", (1, H)
-
-
-def read_config(model_dir):
-    "Config from model_dir/config.json. ConfigError lists every missing field and every refused value in one line."
+    Raises FileNotFoundError if there is no such folder or file, ConfigError with every missing field and every refused
+    value in one line.
+    """
     folder = Path(model_dir)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such model folder")
@@ -392,14 +292,13 @@ def read_config(model_dir):
     return Config(**n)
 
 
-def is_synthetic(path):
-    "True where config.json says that `k3 synth` made these weights up."
-    return "synthetic" in json.loads((Path(path) / "config.json").read_text())
+def is_synthetic(model_dir: str | Path) -> bool:
+    "True if the folder's config.json says that `k3 synth` made these weights up."
+    return "synthetic" in load_json(Path(model_dir) / "config.json")
 
 
 __all__ = [
     "ConfigError", "shown", "MAX_CONFIG_BYTES", "load_json", "Reading", "INTEGERS", "REALS", "FIXED",
     "FIXED_IF_GIVEN", "check_widths", "check_quantization", "read_token_ids", "read_layer_lists", "Config",
-    "kda_tensors", "mla_tensors", "gated_mlp_tensors", "moe_tensors", "layer_tensors", "global_tensors",
     "read_config", "is_synthetic",
 ]

@@ -14,16 +14,19 @@ from typing import NamedTuple
 import numpy as np
 from k3lib.parallel import CORES
 from k3lib.matmul import NotFinite, bf16_to_float32
-from k3lib.system import return_freed_memory
+from k3lib.system import peak_bytes, read_call_bytes, return_freed_memory
 from k3lib.fileio import CheckpointError, UsageError
 from k3lib.config import Config, is_synthetic, read_config
-from k3lib.tensors import EMBED, EXPERT_NAME, check_tensors, forward_order, is_router, part_of, row_multiples
-from k3lib.checkpoint import Checkpoint, Extent
+from k3lib.tensors import (
+    EMBED, check_tensors, expert_name, forward_order, is_router, layer_of, part_of, row_multiples, used_entries,
+)
+from k3lib.header import Extent
+from k3lib.checkpoint import Checkpoint
 from k3lib.model import Model, Sequence
 from k3lib.disk import Files, MAX_READERS
 from k3lib.trunk import Trunk
 from k3lib.experts import Experts
-from k3lib.memory import parse_size, peak_bytes, read_call_bytes, shown_size, whole_number
+from k3lib.memory import parse_size, shown_size, whole_number
 from k3lib.layout import READ_AHEAD
 from k3lib.plan import Plan, make_plan
 from k3lib.pack import Packed
@@ -335,7 +338,7 @@ class Engine:
         with_numbers = name  # the tensor whose rows may hold what is not finite
         if error.matrix:
             e, matrix = error.matrix
-            name, with_numbers = (EXPERT_NAME.format(L, e, matrix, kind) for kind in ("packed", "scale"))
+            name, with_numbers = expert_name(L, e, matrix), expert_name(L, e, f"{matrix}_scale")
         if error.rows:
             damage = not_finite_in(self.files, self._extent(with_numbers), with_numbers, *error.rows)
             if damage:
@@ -370,18 +373,10 @@ def not_finite_in(files: Files, extent: Extent, name: str, begin: int, end: int)
     return f"{extent.file}: {name}, {place}: {found}, expected a finite number: damaged"
 
 
-def used_elements(name, config):
-    return config.kda_num_heads if name.endswith("A_log") else None
-
-
-def layer_of(name):
-    return int(name.split(".layers.")[1].split(".")[0]) if ".layers." in name else None
-
-
 def check_vectors(config: Config, trunk: Trunk, files: Files) -> None:
     "Raise CheckpointError, naming file, tensor and row, for a vector of the trunk that is not finite."
     for name, value in trunk.resident.items():
-        if isinstance(value, np.ndarray) and not np.isfinite(value[:used_elements(name, config)]).all():
+        if isinstance(value, np.ndarray) and not np.isfinite(value[:used_entries(config, name)]).all():
             extent = trunk.extents[name]
             raise CheckpointError(not_finite_in(files, extent, name, 0, extent.shape[0]))
 
@@ -410,7 +405,7 @@ def start(source: Source, plan: Plan, threads: int, progress: Callable[[int], ob
     "Read what the plan pins, start the readers, and return the Engine that owns them."
     config, checkpoint, order = source.config, source.checkpoint, list(forward_order(source.config))
     with contextlib.ExitStack() as undo:
-        files, read_before = Files(source.trunk.identities), read_call_bytes()
+        files, read_before = Files(source.trunk.fingerprints), read_call_bytes()
         undo.callback(files.close)
         rows, slots = plan.layout.trunk.rows, plan.layout.experts.slots
         trunk = Trunk(source.trunk, order, plan.pinned, row_multiples(config), files, part_of, rows.count,
@@ -456,6 +451,6 @@ def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLi
 
 
 __all__ = [
-    "Step", "Report", "Engine", "check_vocabulary", "not_finite_in", "used_elements", "layer_of", "check_vectors",
-    "Source", "open_source", "start", "load",
+    "Step", "Report", "Engine", "check_vocabulary", "not_finite_in", "check_vectors", "Source", "open_source",
+    "start", "load",
 ]

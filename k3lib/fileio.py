@@ -7,44 +7,115 @@ import json
 import os
 import stat
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
-from k3lib.system import pread_into, sync_folder
+from typing import BinaryIO
+
+from k3lib.system import pread, sync_folder
 
 
-class CheckpointError(Exception):
+class K3Error(Exception):
+    "Any error that this package explains in one line. `exit_code` is what the command line ends with."
+
+    exit_code = 1
+
+
+class UsageError(K3Error, ValueError):
+    "A request that cannot be served: token ids, context, budget, config."
+
+    exit_code = 2
+
+
+class CheckpointError(K3Error):
     "Weights that are missing, truncated or damaged. One line: file, tensor, what was found, what was expected."
 
+    exit_code = 4
 
-class UsageError(ValueError):
-    "An argument that cannot be served: token ids, context, budget."
+
+READ_MAX = 1 << 30  # bytes asked of one call: Linux delivers at most 2 GiB - 4 KiB, macOS refuses more than 2 GiB
+
+
+def read_exactly(file: FileIO, view: bytearray | memoryview, offset: int, where: str | Path) -> None:
+    """Fill the writable bytes `view` from byte `offset` of the unbuffered `file`; `where` names the bytes in an error.
+
+    Raises CheckpointError if the file ends early, cannot be read, or was closed.
+    """
+    view, done = memoryview(view), 0
+    try:
+        while done < len(view) and (got := pread(file.fileno(), view[done:done + READ_MAX], offset + done)):
+            done += got
+    except (OSError, ValueError) as error:  # ValueError: the file was closed
+        raise CheckpointError(f"{where}: reading {len(view):,} bytes at offset {offset:,} failed: {error}") from None
+    if done < len(view):
+        raise CheckpointError(f"{where}: got {done:,} bytes at offset {offset:,}, expected {len(view):,}: "
+                              "the file ends there")
+
+
+def _open(path: str | Path) -> FileIO:
+    "The file at `path`, open and unbuffered. OSError if it is no regular file; FileNotFoundError if there is none."
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        raise FileNotFoundError(0, "a link to nothing" if os.path.islink(path) else "no such file") from None
+    if not stat.S_ISREG(mode):
+        raise OSError(0, "not a file")
+    return open(path, "rb", buffering=0)
+
+
+def open_shard(path: str | Path) -> FileIO:
+    "The file at `path`, open and unbuffered. Raises CheckpointError if it cannot be opened."
+    try:
+        return _open(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from None
+
+
+def small_file(path: str | Path, most: int, error: type[Exception]) -> bytes:
+    """All bytes of a file of 1 to `most`. Its size is judged before the first byte is read.
+
+    Raises FileNotFoundError if there is no such file, `error` if its size is another or it cannot be read.
+    """
+    try:
+        with _open(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if not 0 < size <= most:
+                raise error(f"{path}: {size:,} bytes, expected 1 to {most:,}")
+            return file.read()
+    except FileNotFoundError as fault:
+        raise FileNotFoundError(f"{path}: {fault.strerror}") from None
+    except OSError as fault:
+        raise error(f"{path}: cannot be read: {fault.strerror}") from None
 
 
 DEPTH_MAX = 16  # lists and objects inside one another: a header has 3, a config 6
 
 
-def shown_value(value):
-    "A value out of a file, on one line, cut where it gets long."
+def shown_value(value: object) -> str:
+    "A value out of a file for an error message: one line of at most 120 characters."
     text = repr(value)
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def _is_deep(tree):
-    "Whether `tree` holds more than DEPTH_MAX lists and objects inside one another."
+def _is_deep(tree: dict) -> bool:
+    "Does `tree` hold more than DEPTH_MAX lists and objects inside one another?"
     level = [tree]
     for _ in range(DEPTH_MAX):
-        level = [inner for outer in level for inner in (outer.values() if type(outer) is dict else outer) if type(inner) in (dict, list)]
+        level = [inner for outer in level for inner in (outer.values() if type(outer) is dict else outer)
+                 if type(inner) in (dict, list)]
     return bool(level)
 
 
-def json_object(text, where, error=CheckpointError):
-    """The JSON object in the bytes `text`, which `where` names.
+def json_object(text: bytes | bytearray, where: str | Path, error: type[Exception] = CheckpointError) -> dict:
+    """The JSON object in the bytes `text`, which `where` names in a message.
 
-    Raises `error` if it is none in UTF-8, has a name twice in one object, or nests more than DEPTH_MAX deep.
+    Raises `error` if the text is no JSON object in UTF-8, has a name twice in one object, or nests more than
+    DEPTH_MAX deep.
     """
     def unique(pairs):
         found = dict(pairs)
-        "".join(found).encode("utf-8")  # half a surrogate pair is JSON, but no name that could be printed
+        "".join(found).encode("utf-8")  # half a surrogate pair is JSON, but a name of it could not be printed
         if len(found) < len(pairs):
             twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
             raise error(f"{where}: name {shown_value(twice)} found twice, expected once")
@@ -63,24 +134,17 @@ def json_object(text, where, error=CheckpointError):
     return found
 
 
-READ_MAX = 1 << 30  # bytes asked of one call: Linux moves at most 2 GiB - 4 KiB, macOS refuses more than 2 GiB
+Fingerprint = tuple[int, int, int, int]
 
 
-def read_exactly(file, view, offset, where):
-    "Fill `view`, writable bytes, from byte `offset` of the unbuffered `file`; CheckpointError if it ends early or fails."
-    view, done = memoryview(view), 0
-    try:
-        while done < len(view) and (got := pread_into(file, view[done:done + READ_MAX], offset + done)):
-            done += got
-    except (OSError, ValueError) as error:  # ValueError: the file was closed
-        raise CheckpointError(f"{where}: reading {len(view):,} bytes at offset {offset:,} failed: {error}") from None
-    if done < len(view):
-        raise CheckpointError(f"{where}: got {done:,} bytes at offset {offset:,}, expected {len(view):,}: the file ends there")
+def fingerprint(status: os.stat_result) -> Fingerprint:
+    "(device, inode, bytes, time of the last write in ns) of an os.stat: another once a file is replaced or written to."
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 @contextmanager
-def writing(path):
-    "open(path, 'wb') in a `with`, whose OSError names the file and the byte at which it could not be written."
+def writing(path: str | Path) -> Iterator[BinaryIO]:
+    "open(path, 'wb') for a `with` block. An OSError names the file and the byte at which it could not be written."
     file = open(path, "wb")
     try:
         yield file
@@ -89,13 +153,17 @@ def writing(path):
         place = f"{path}: writing at byte {os.lseek(file.fileno(), 0, os.SEEK_CUR):,} failed: {error.strerror}"
         raise OSError(error.errno, place) if error.filename is None else error from None
     finally:
-        with suppress(OSError):  # what could not be written above cannot be at the end either
+        with suppress(OSError):  # bytes that could not be written above cannot be written by close() either
             file.close()
 
 
 @contextmanager
-def whole_file(path):
-    "writing() a file that gets its name when it is complete and on the disk; if anything fails before that, nothing of it stays."
+def whole_file(path: str | Path, check=None) -> Iterator[BinaryIO]:
+    """writing() for a `with` block, to a file that is complete and on the disk before it gets the name `path`.
+
+    `check(part)`, if given, is called with the path of the complete file before it gets its name. If anything raises,
+    the old file at `path` stays as it was and nothing else is left.
+    """
     path = Path(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -103,51 +171,15 @@ def whole_file(path):
             yield file
             file.flush()
             os.fsync(file.fileno())
+        if check is not None:
+            check(part)
         os.replace(part, path)
         sync_folder(path.parent)
     finally:
         part.unlink(missing_ok=True)
 
 
-def fingerprint(status):
-    "(device, inode, bytes, time of the last write in ns) of an os.stat: what tells that a file is another, or was written to, since."
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _open(path):
-    "An open unbuffered file; OSError otherwise. Links are followed: a hub cache is made of them. A pipe, which would wait, is not opened."
-    try:
-        mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        raise FileNotFoundError(0, "a link to nothing" if os.path.islink(path) else "no such file") from None
-    if not stat.S_ISREG(mode):
-        raise OSError(0, "not a file")
-    return open(path, "rb", buffering=0)
-
-
-def open_shard(path):
-    "An open unbuffered file; CheckpointError if there is none."
-    try:
-        return _open(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from None
-
-
-def small_file(path, most, error):
-    "The bytes of a file of 1 to `most`, judged before one is read. FileNotFoundError if there is none, `error` if it is not to be had."
-    try:
-        with _open(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if not 0 < size <= most:
-                raise error(f"{path}: {size:,} bytes, expected 1 to {most:,}")
-            return file.read()
-    except FileNotFoundError as fault:
-        raise FileNotFoundError(f"{path}: {fault.strerror}") from None
-    except OSError as fault:
-        raise error(f"{path}: cannot be read: {fault.strerror}") from None
-
-
 __all__ = [
-    "CheckpointError", "UsageError", "DEPTH_MAX", "shown_value", "json_object", "READ_MAX", "read_exactly",
-    "writing", "whole_file", "fingerprint", "open_shard", "small_file",
+    "K3Error", "UsageError", "CheckpointError", "READ_MAX", "read_exactly", "open_shard", "small_file", "DEPTH_MAX",
+    "shown_value", "json_object", "Fingerprint", "fingerprint", "writing", "whole_file",
 ]

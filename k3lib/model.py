@@ -14,7 +14,7 @@ from k3lib.mla import mla_layer
 from k3lib.residual import mix
 from k3lib.moe import dense_mlp, moe_layer
 from k3lib.config import Config
-from k3lib.tensors import EMBED, FINAL, HEAD, NORMS, layer_parts, tensor_name
+from k3lib.tensors import ATTENTION_NORMS, FFN_NORMS, FINAL, HEAD, layer_parts, tensor_name
 
 LATENT_EPS = 1e-6  # of the two MLA latent norms: the reference class's default, not rms_norm_eps
 
@@ -144,13 +144,13 @@ class Model:
         for L in range(self.config.num_hidden_layers):
             attention, feed_forward = layer_parts(self.config, L)
             norms = weights.part(L, "norms")
-            x = self._normed(stream, *(norms[short] for short in NORMS[:3]))
+            x = self._normed(stream, *(norms[short] for short in ATTENTION_NORMS))
             y = self._attention(L, attention, weights, x, sequence)
             if L % self.config.attn_res_block_size == 0:
                 stream.end_block(y)
             else:
                 stream.running_sum[:] += y
-            x = self._normed(stream, *(norms[short] for short in NORMS[3:]))
+            x = self._normed(stream, *(norms[short] for short in FFN_NORMS))
             stream.running_sum[:] += self._feed_forward(L, feed_forward, weights, x, watch)
             watch("hidden", L, stream.running_sum)
         norm, proj, layernorm = (weights.take(name) for name in FINAL)

@@ -79,7 +79,7 @@ def _pack_file(checkpoint, names, path, progress):
     extents = [checkpoint.extent(name) for name in names]
     head = header_bytes([(name, e.dtype, e.shape) for name, e in zip(names, extents)])
     offsets = [len(head) + sum(e.nbytes for e in extents[:i]) for i in range(len(extents))]
-    there, part, files = os.path.exists(path), path + ".part", Files(checkpoint.identities)
+    there, part, files = os.path.exists(path), path + ".part", Files(checkpoint.fingerprints)
     try:
         if not there:
             _write_file(files, extents, head, offsets, part)
@@ -123,8 +123,8 @@ class Packed:
 
     def __init__(self, checkpoint, walk, folder):
         self.checkpoint, self.packed = checkpoint, Checkpoint(folder)
-        self.identities = checkpoint.identities | self.packed.identities
-        files = Files(self.identities)
+        self.fingerprints = checkpoint.fingerprints | self.packed.fingerprints
+        files = Files(self.fingerprints)
         try:
             for name in walk:
                 here, there = self.extent(name), checkpoint.extent(name)

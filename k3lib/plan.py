@@ -6,6 +6,7 @@ Made from book/05_streaming/18_plan.py: edit that, then run `make export`.
 import dataclasses
 import os
 from k3lib.parallel import CORES
+from k3lib.system import resident_bytes, status_bytes
 from k3lib.fileio import UsageError
 from k3lib.config import Config
 from k3lib.tensors import forward_order, row_multiples
@@ -14,7 +15,7 @@ from k3lib.disk import enough_readers, page_padded, read_rates
 from k3lib.layout import (
     Buffers, ExpertLayout, Layout, TrunkLayout, expert_slot_bytes, streaming_slot_bytes, trunk_layout,
 )
-from k3lib.memory import available_bytes, resident_bytes, shown_size, status_bytes
+from k3lib.memory import available_bytes, shown_size
 
 
 def state_bytes(config: Config) -> int:

@@ -13,8 +13,7 @@ from typing import BinaryIO
 import numpy as np
 from k3lib.fileio import CheckpointError, UsageError, open_shard, read_exactly, whole_file
 from k3lib.config import Config
-from k3lib.header import header_bytes
-from k3lib.checkpoint import Extent
+from k3lib.header import Extent, header_bytes
 from k3lib.model import Sequence
 
 

@@ -22,12 +22,10 @@ from k3lib.config import (
     FIXED,
     INTEGERS,
     REALS,
-    global_tensors,
-    layer_tensors,
     read_config,
 )
+from k3lib.tensors import global_tensors, layer_tensors, split_name
 from k3lib.header import ITEMSIZE, header_bytes
-from k3lib.checkpoint import split_name
 
 
 class SynthError(ValueError):
@@ -166,7 +164,7 @@ def outside_tensors(released):
 
 def layer_file(c, L):
     "(name, dtype, shape) of the tensors of layer L."
-    return [(f"language_model.model.layers.{L}.{name}", dtype, shape) for name, dtype, shape in layer_tensors(c, L)]
+    return list(layer_tensors(c, L))
 
 
 def files(c, released):

@@ -5,29 +5,119 @@ Made from book/05_streaming/01_system.py: edit that, then run `make export`.
 
 import ctypes
 import errno
+import mmap
 import os
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from types import ModuleType
+
+fcntl: ModuleType | None
+resource: ModuleType | None
+try:
+    import fcntl
+    import resource
+except ImportError:  # Windows
+    fcntl = resource = None
 
 
-_POSITION = threading.Lock()
+_POSITION_LOCKS = [threading.Lock() for _ in range(64)]
+_SEEK_READ_MAX = 1 << 24  # bytes that os.read copies at a time
 
 
-def _preadv(file, view, offset):
-    return os.preadv(file.fileno(), [view], offset)
+def pread(fd: int, view: memoryview, offset: int) -> int:
+    """Read from byte `offset` of the descriptor `fd` into the writable bytes `view`.
+
+    Returns how many bytes arrived: 0 at the end of the file, else perhaps fewer than asked. Raises OSError.
+    """
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, [view], offset)
+    with _POSITION_LOCKS[fd % len(_POSITION_LOCKS)]:
+        os.lseek(fd, offset, os.SEEK_SET)
+        data = os.read(fd, min(len(view), _SEEK_READ_MAX))
+    view[:len(data)] = data
+    return len(data)
 
 
-def _seek_read(file, view, offset):
-    "The same where the system has no preadv: a file's position is shared, so one at a time."
-    with _POSITION:
-        file.seek(offset)
-        return file.readinto(view)
+def has_direct() -> bool:
+    "Can this system open a file for reads that bypass the page cache (O_DIRECT)? A file system may still refuse it."
+    return hasattr(os, "O_DIRECT")
 
 
-pread_into = _preadv if hasattr(os, "preadv") else _seek_read
+def open_read(path: str | os.PathLike, direct: bool = False) -> int:
+    """A descriptor for reading the bytes of the file at `path`.
+
+    With `direct`, reads bypass the page cache; offsets, lengths and addresses must then be whole pages. Raises OSError:
+    EINVAL where the system has no O_DIRECT or the file system refuses it.
+    """
+    if direct and not has_direct():
+        raise OSError(errno.EINVAL, "this system has no O_DIRECT")
+    flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | (os.O_DIRECT if direct else 0)
+    return os.open(path, flags)
 
 
-def sync_folder(folder):
-    "A new name in a folder is on the disk when the folder is."
+def keep_uncached(fd: int) -> bool:
+    "Ask that reads of `fd` leave no pages in the page cache (macOS: F_NOCACHE). False if there is no such switch."
+    if not hasattr(fcntl, "F_NOCACHE"):
+        return False
+    try:
+        fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
+        return True
+    except OSError:
+        return False
+
+
+def _advise(fd: int, offset: int, nbytes: int, advice: str) -> None:
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, offset, nbytes, getattr(os, advice))
+
+
+def forget_pages(fd: int, offset: int, nbytes: int) -> None:
+    "Drop the pages of these bytes of `fd` from the page cache, where the system can be told to."
+    _advise(fd, offset, nbytes, "POSIX_FADV_DONTNEED")
+
+
+def expect_sequential(fd: int) -> None:
+    "Say that `fd` will be read from its beginning to its end, where the system can be told."
+    _advise(fd, 0, 0, "POSIX_FADV_SEQUENTIAL")
+
+
+def zero_pages(nbytes: int) -> mmap.mmap:
+    "Page-aligned anonymous memory of `nbytes` >= 1: zero, and uncommitted until it is written."
+    if hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return mmap.mmap(-1, nbytes)
+
+
+COMPILED_PREAD = sys.platform == "linux" and sys.maxsize > 2**32  # may machine code call the C library's pread itself?
+
+
+def data_runs(fd: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """The (begin, end) of the parts of bytes `begin`..`end` of the file `fd` that are not holes, in order.
+
+    All of begin..end is one part where the system or the file system cannot tell.
+    """
+    while begin < end:
+        try:
+            begin = os.lseek(fd, begin, os.SEEK_DATA)
+            stop = min(os.lseek(fd, begin, os.SEEK_HOLE), end)
+        except (AttributeError, OSError) as error:
+            if getattr(error, "errno", None) == errno.ENXIO:  # only a hole is left
+                return
+            stop = end
+        if begin < end:
+            yield begin, stop
+        begin = stop
+
+
+def disk_bytes(status: os.stat_result) -> int:
+    "Bytes that a file takes on its disk, from its os.stat; its length where the system does not count blocks."
+    return 512 * status.st_blocks if hasattr(status, "st_blocks") else status.st_size
+
+
+def sync_folder(folder: str | os.PathLike) -> None:
+    "Put the names in `folder` on the disk, where the system can open a folder. Raises OSError."
     if hasattr(os, "O_DIRECTORY"):
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -36,32 +126,113 @@ def sync_folder(folder):
             os.close(fd)
 
 
-def data_runs(fd, begin, end):
-    "(begin, end) of the parts of a file's bytes begin..end that are not holes; all of it where the system cannot tell."
-    while begin < end:
-        try:
-            begin = os.lseek(fd, begin, os.SEEK_DATA)
-            stop = min(os.lseek(fd, begin, os.SEEK_HOLE), end)
-        except (AttributeError, OSError) as error:
-            if getattr(error, "errno", None) == errno.ENXIO:  # nothing but a hole up to the end
-                return
-            stop = end
-        if begin < end:
-            yield begin, stop
-        begin = stop
-
-
-def return_freed_memory():
-    """Have freed arrays of a megabyte and more go back to the system at once, where the C library is glibc.
-
-    Left alone, it learns from the first large array it frees to keep such pieces, of up to 32 MB, and they would count as ours.
-    """
+def _c_function(name: str):
+    "A function of the C library, or None where there is no such function or no library that can be opened."
     try:
-        ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
-    except (AttributeError, OSError, TypeError):  # another C library, or none that can be asked
-        pass
+        return getattr(ctypes.CDLL(None), name)
+    except (AttributeError, OSError, TypeError):
+        return None
+
+
+_M_MMAP_THRESHOLD = -3  # glibc's malloc.h
+
+
+def return_freed_memory() -> None:
+    "From now on, freed arrays of 1 MiB and more go back to the system at once, where the C library is glibc."
+    if mallopt := _c_function("mallopt"):
+        mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+
+
+def trim_freed_memory() -> None:
+    "Give free memory between small objects back to the system, where the C library is glibc."
+    if malloc_trim := _c_function("malloc_trim"):
+        malloc_trim(0)
+
+
+def _proc_number(path: str, field: str) -> int | None:
+    "The number behind `field:` in a file of /proc, or None where there is none."
+    try:
+        with open(path) as lines:
+            return next((int(line.split()[1]) for line in lines if line.startswith(field + ":")), None)
+    except OSError:
+        return None
+
+
+def status_bytes(field: str) -> int | None:
+    "A field of /proc/self/status in bytes, or None where there is no /proc."
+    kibibytes = _proc_number("/proc/self/status", field)
+    return None if kibibytes is None else 1024 * kibibytes
+
+
+def resident_bytes() -> int | None:
+    "Bytes of this process in memory now, or None where the system does not tell."
+    return status_bytes("VmRSS")
+
+
+def peak_bytes() -> int | None:
+    "The most bytes this process has had in memory, or None where the system does not tell."
+    peak = status_bytes("VmHWM")
+    if peak is None and resource is not None:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak
+
+
+def read_call_bytes() -> int | None:
+    "Bytes that read calls have given this process, as the kernel counts them (rchar), or None where it does not."
+    return _proc_number("/proc/self/io", "rchar")
+
+
+def machine_free_bytes() -> int | None:
+    "Bytes the machine can still give: MemAvailable on Linux, else all its memory, an upper bound; None if not told."
+    kibibytes = _proc_number("/proc/meminfo", "MemAvailable")
+    if kibibytes is not None:
+        return 1024 * kibibytes
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+_SPARE_FILES = 64  # descriptors for all that is not a shard
+
+
+def _open_files() -> int:
+    "How many descriptors this process has open; 0 where the system does not list them."
+    try:
+        return len(os.listdir("/dev/fd"))
+    except OSError:
+        return 0
+
+
+def allow_open_files(more: int) -> None:
+    "Let this process open `more` files beyond those it has open, as far as its hard limit allows."
+    if resource is None:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _open_files() + more + _SPARE_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # the system's own bound is below the hard limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def make_nonblocking(fd: int) -> None:
+    "Have writes to the pipe `fd` never wait, where the system can. Windows does not ask for it of a signal's pipe."
+    with suppress(AttributeError, OSError):
+        os.set_blocking(fd, False)
+
+
+def require_cpu(byteorder: str = sys.byteorder, bits: int = 64 if sys.maxsize > 2**32 else 32) -> None:
+    "ImportError unless this Python runs on a 64-bit little-endian processor, the only kind the kernels are right on."
+    if (byteorder, bits) != ("little", 64):
+        raise ImportError("k3lib needs a 64-bit little-endian processor, this Python runs on a "
+                          f"{bits}-bit {byteorder}-endian one: its numbers would be wrong without an error")
 
 
 __all__ = [
-    "pread_into", "sync_folder", "data_runs", "return_freed_memory",
+    "fcntl", "resource", "pread", "has_direct", "open_read", "keep_uncached", "forget_pages", "expect_sequential",
+    "zero_pages", "COMPILED_PREAD", "data_runs", "disk_bytes", "sync_folder", "return_freed_memory",
+    "trim_freed_memory", "status_bytes", "resident_bytes", "peak_bytes", "read_call_bytes", "machine_free_bytes",
+    "allow_open_files", "make_nonblocking", "require_cpu",
 ]

@@ -17,12 +17,18 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "large: a case of a large grid that only `--all` runs")
 
 
-# Files of few and long tests come first, so that the last worker to end has short ones.
-LONG = "test_budgets.py", "test_contract.py", "test_trunk.py", "test_experts.py", "test_failing_io.py", "test_faults.py", "test_checkpoint.py", "test_cli.py"
+# Two workers take whole files, in this order. What takes long comes first, so that short files are left for the end.
+LONG = ["test_budgets.py", "test_contract.py", "test_faults.py", "test_cli.py", "test_checkpoint.py"]
+
+
+def rank(item):
+    "The place of an item's file: the long ones, then notebooks, then the other tests."
+    name = item.path.name
+    return LONG.index(name) if name in LONG else len(LONG) + (not name.endswith(".ipynb"))
 
 
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+    items.sort(key=rank)
     if not config.getoption("--all"):
         left_out = [item for item in items if item.get_closest_marker("large")]
         config.hook.pytest_deselected(items=left_out)

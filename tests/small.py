@@ -9,6 +9,7 @@ from k3lib import model
 from k3lib.checkpoint import Checkpoint
 from k3lib.config import read_config
 from k3lib.header import header_bytes
+from k3lib.tensors import text_tensors
 
 
 def write(folder, seed=0, a_log_tail=7.7, linear=None, **fields):
@@ -24,7 +25,7 @@ def write(folder, seed=0, a_log_tail=7.7, linear=None, **fields):
     config = read_config(folder)
     rng = np.random.default_rng(seed)
     shards = {}
-    for name, dtype, shape in config.tensors():
+    for name, dtype, shape in text_tensors(config):
         layer = int(name.split(".layers.")[1].split(".")[0]) if ".layers." in name else config.num_hidden_layers
         shards.setdefault(layer, []).append((name, dtype, shape, values(rng, name, dtype, shape, config, a_log_tail)))
     for number, (_, tensors) in enumerate(sorted(shards.items()), 1):

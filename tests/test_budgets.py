@@ -14,16 +14,17 @@ from common import FIXTURES, MODEL
 from test_synth import rewritten
 
 import k3lib
-from k3lib import cli, disk, memory, plan
-from k3lib.checkpoint import Checkpoint, EXPERT_TENSORS, Extent
-from k3lib.header import header_bytes
+from k3lib import cli, disk, memory, plan, system
+from k3lib.checkpoint import Checkpoint
 from k3lib.config import read_config
-from k3lib.fileio import UsageError
-from k3lib.synth import synth
 from k3lib.disk import ITEMSIZE
+from k3lib.fileio import UsageError
+from k3lib.header import Extent, header_bytes
+from k3lib.synth import synth
+from k3lib.tensors import EXPERT_TENSORS, text_tensors
 
 resource = pytest.importorskip("resource")
-pytestmark = pytest.mark.skipif(memory.peak_bytes() is None, reason="this system does not tell a process its peak")
+pytestmark = pytest.mark.skipif(system.peak_bytes() is None, reason="this system does not tell a process its peak")
 TWO = {**os.environ, "NUMBA_NUM_THREADS": "2"}  # also where there is one core, and no more threads where there are many
 class Run:
     "One `k3 decode` in a process of its own: its logits as bytes, its report, and what it said."
@@ -141,7 +142,7 @@ def test_a_plan_that_the_machine_cannot_hold_says_what_would_fit(monkeypatch):
     with pytest.raises(plan.PlanError) as refused:
         plan.make_plan(config, checkpoint, 1, 32)
     for short, advice in (6_000_000, r"a budget of (\d+) MB would fit"), (-2_000_000, r"not even the smallest budget, (\d+) MB, would fit"):
-        free = refused.value.least - memory.resident_bytes() + short
+        free = refused.value.least - system.resident_bytes() + short
         monkeypatch.setattr(plan, "available_bytes", lambda: free)
         with pytest.raises(plan.PlanError, match=advice) as caught:
             plan.make_plan(config, checkpoint, 10**9, 32)
@@ -188,7 +189,7 @@ def test_other_layouts_stream_to_the_same_bytes(tmp_path):
 
 GROWTH = """
 import sys, k3lib
-from k3lib.memory import resident_bytes
+from k3lib.system import resident_bytes
 model, token, seen = k3lib.load(sys.argv[1], sys.argv[2], context=220), 5, []
 for i in range(220):
     token = int(model.step(token).argmax())
@@ -209,7 +210,7 @@ class Released:
 
     def __init__(self, config):
         self.extents = {}
-        for name, dtype, shape in config.tensors():
+        for name, dtype, shape in text_tensors(config):
             if ".experts." not in name or ".layers.1.block_sparse_moe.experts.0." in name:
                 self.extents[name] = Extent("", 8, math.prod(shape) * ITEMSIZE[dtype], dtype, shape)
 

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3lib import checkpoint, fileio, header
-from k3lib.checkpoint import Checkpoint, EXPERT_TENSORS, INDEX, join_name, split_name
-from k3lib.fileio import CheckpointError, READ_MAX
+from k3lib.checkpoint import EXPERT_TENSORS, INDEX, Checkpoint, join_name, split_name
+from k3lib.fileio import READ_MAX, CheckpointError
 from k3lib.header import ITEMSIZE, header_bytes, parse_header, quick_header
 
 LINUX = sys.platform == "linux"

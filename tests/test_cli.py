@@ -46,7 +46,7 @@ def test_decode_prints_the_expected_ids_and_writes_what_it_is_asked(tmp_path):
 
 
 def test_a_text_prompt(tmp_path):
-    (tmp_path / "p.txt").write_bytes("Hello <|open|>".encode())
+    (tmp_path / "p.txt").write_bytes(b"Hello <|open|>")
     by_file = k3("decode", MODEL, "--prompt-file", tmp_path / "p.txt", "--max-new-tokens", 3)
     by_text = k3("decode", MODEL, "--prompt", "Hello <|open|>", "--max-new-tokens", 3)
     assert by_file.returncode == by_text.returncode == 0, by_file.stderr

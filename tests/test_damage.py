@@ -12,17 +12,15 @@ from common import MODEL, least
 import k3lib
 from k3lib import plan
 from k3lib.checkpoint import Checkpoint
-from k3lib.fileio import CheckpointError
 from k3lib.config import read_config
-from k3lib.kda import kda_decay, l2norm
+from k3lib.fileio import CheckpointError
 from k3lib.functions import rms_norm
-from k3lib.matmul import NotFinite, ResidentMatrix, linear
+from k3lib.kda import kda_decay, l2norm
+from k3lib.matmul import NotFinite, ResidentMatrix, linear, mxfp4_matmul
 from k3lib.mla import attend
-from k3lib.tensors import EMBED, EXPERT_NAME, forward_order
 from k3lib.moe import Expert, expert_mlp
-from k3lib.matmul import mxfp4_matmul
 from k3lib.residual import mix
-from k3lib.tensors import is_matrix
+from k3lib.tensors import EMBED, EXPERT_NAME, forward_order, is_matrix
 
 TOKEN = 5
 BAD = (np.inf, -np.inf, np.nan)
@@ -43,7 +41,7 @@ def checkpoint(folder):
 def streaming(folder):
     "A model that reads every matrix anew at every pass."
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "_front", lambda streams, nbytes: (frozenset(), 0))
+        patch.setattr(plan, "front", lambda streams, nbytes: (frozenset(), 0))
         model = k3lib.load(folder, least(folder) + 1_000_000, context=32)
     yield model
     model.close()

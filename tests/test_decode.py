@@ -8,11 +8,10 @@ from common import MODEL, least
 from small import write
 
 import k3lib
-from k3lib import cli, engine, memory, plan
+from k3lib import cli, engine, memory, plan, system
 from k3lib.checkpoint import Checkpoint
-from k3lib.fileio import CheckpointError
 from k3lib.config import read_config
-from k3lib.fileio import UsageError
+from k3lib.fileio import CheckpointError, UsageError
 
 
 @pytest.mark.parametrize("text, value", [("8GB", 8 * 10**9), ("8GiB", 8 * 2**30), ("900MB", 9 * 10**8), ("1.5 GB", 15 * 10**8), (12345, 12345), ("2kb", 2000)])
@@ -120,7 +119,7 @@ def test_report_is_plain_data():
     assert 12 * 4 < tree["expert_requests"] <= 3 * 12 * 4 and tree["expert_hits"] < tree["expert_requests"]
 
 
-@pytest.mark.skipif(memory.read_call_bytes() is None, reason="this system does not count the bytes of read calls")
+@pytest.mark.skipif(system.read_call_bytes() is None, reason="this system does not count the bytes of read calls")
 def test_bytes_read_are_those_the_kernel_counted():
     model = k3lib.load(MODEL)
     list(model.generate([1, 2], 2))

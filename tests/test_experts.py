@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from k3lib import disk, read_multiply
 from k3lib import disk
-from k3lib.checkpoint import Extent
+from k3lib.header import Extent
 from k3lib.fileio import CheckpointError
 from k3lib.experts import Experts, StreamingExpert, adjacent_runs, read_expert
 from k3lib.layout import expert_slot_bytes, streaming_slot_bytes

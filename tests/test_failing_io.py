@@ -134,7 +134,7 @@ def test_a_shard_that_changes_during_a_run_ends_it(model, change, words):
 def test_a_shard_that_changed_after_its_header_was_read_is_not_opened(model, change):
     with Checkpoint(model) as checkpoint:
         name = next(name for name in checkpoint.names() if ".layers.5." in name)
-        extent, files = checkpoint.extent(name), Files(checkpoint.identities)
+        extent, files = checkpoint.extent(name), Files(checkpoint.fingerprints)
         change(model / SHARD)
         with pytest.raises(CheckpointError, match=f"{SHARD}: was .* during the run"):
             files.read(page_buffer(page_padded(extent.nbytes)), extent, 0, extent.nbytes, "trunk")

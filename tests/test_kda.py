@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from k3lib.checkpoint import Checkpoint
-from k3lib.kda import KDA_ORDER, kda_decay, kda_layer, kda_recurrent, kda_state, l2norm, short_conv, squash
 from k3lib.functions import rms_norm
+from k3lib.kda import KDA_ORDER, kda_decay, kda_layer, kda_recurrent, kda_state, l2norm, short_conv, squash
 from k3lib.matmul import ResidentMatrix
 from k3lib.moe import dense_mlp
 from k3lib.residual import mix

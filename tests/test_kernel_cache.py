@@ -92,3 +92,20 @@ def test_a_notebook_runs_the_kernel_that_its_cells_show(package):
         return nb.cells[-1].outputs[0]["data"]["text/plain"]
 
     assert [answer(LEAF), answer(LEAF.replace("+ 1", "+ 100"))] == ["20", "1010"]
+
+
+def test_a_leaf_of_the_package_edited_in_a_copy_changes_what_inlines_it(tmp_path):
+    shutil.copytree(ROOT / "k3lib", tmp_path / "k3lib", ignore=shutil.ignore_patterns("__pycache__"))
+    code = ("import numpy as np; from k3lib.functions import exp, sigmoid; from k3lib.residual import depth_weights; "
+            "from k3lib.router import route; x = np.linspace(0, 1, 8, dtype=np.float32); one = np.float32(1); "
+            "print(exp(one), sigmoid(one), *depth_weights(np.stack([x, -x])[:, None], 2, x, x, 1e-6).ravel(), "
+            "*route(x[None], x, 2, 1)[1].ravel())")
+    kernels = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    before = run(tmp_path, code, **kernels)[0].split()
+    functions = tmp_path / "k3lib" / "functions.py"
+    halved = r"\1    \2 = \2 * np.float32(0.5)\n"
+    text, edits = re.subn(r"^(def exp\((\w+)\b.*:\n)", halved, functions.read_text(), flags=re.M)
+    functions.write_text(text)
+    after = run(tmp_path, code, **kernels)[0].split()
+    assert edits == 1 and len(before) == len(after) == 6
+    assert all(old != new for old, new in zip(before, after))

@@ -7,7 +7,7 @@ from safetensors.numpy import load_file
 
 from k3lib import router
 from k3lib.matmul import NotFinite, ResidentMatrix
-from k3lib.moe import DENSE_ORDER, Expert, MOE_ORDER, dense_mlp, expert_mlp, moe_layer, routed_sum, situ_glu
+from k3lib.moe import DENSE_ORDER, MOE_ORDER, Expert, dense_mlp, expert_mlp, moe_layer, routed_sum, situ_glu
 from k3lib.mxfp4 import decode
 from k3lib.router import route
 

@@ -18,10 +18,24 @@ from common import FIXTURES
 import k3lib
 from k3lib import synth as module
 from k3lib.checkpoint import Checkpoint
-from k3lib.config import global_tensors, read_config
+from k3lib.config import read_config
 from k3lib.header import ITEMSIZE, header_bytes
 from k3lib.mxfp4 import decode
-from k3lib.synth import SynthError, draw, file_order, files, head_rows, live_experts, live_heads, plan_shard, runs, stream, synth, to_bf16
+from k3lib.synth import (
+    SynthError,
+    draw,
+    file_order,
+    files,
+    head_rows,
+    live_experts,
+    live_heads,
+    plan_shard,
+    runs,
+    stream,
+    synth,
+    to_bf16,
+)
+from k3lib.tensors import global_tensors, text_tensors
 
 # full width in little: every kind of tensor, large enough to have holes
 THIN = dict(layers=4, experts=32, vocab=300, hidden_size=1024, intermediate_size=2048, moe_intermediate_size=256,
@@ -143,7 +157,7 @@ def test_a_reader_finds_what_the_config_implies(tmp_path):
         done = synth(tmp_path / name, "oracle", **changes)
         config = read_config(tmp_path / name)
         with Checkpoint(tmp_path / name) as ckpt:
-            wanted = {n: (dtype, shape) for n, dtype, shape in config.tensors()}
+            wanted = {n: (dtype, shape) for n, dtype, shape in text_tensors(config)}
             found = {n: (ckpt.extent(n).dtype, ckpt.extent(n).shape) for n in ckpt.names() if n.startswith("language_model.")}
             assert found == wanted
             census = ckpt.census()

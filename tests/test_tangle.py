@@ -327,6 +327,20 @@ def test_a_chapter_saved_in_jupyter_is_cleaned_by_one_command(house, opened):
     assert {path: path.read_bytes() for path in files} == before
 
 
+@pytest.mark.parametrize("old, new", [
+    ("# %% [markdown]", "# ---\n# jupyter:\n#   jupytext:\n#     main_language: python\n# ---\n\n# %% [markdown]"),
+    ("\n# %%\n", "\n# %% editable=true\n"),
+    ("\n# %%\n", "\n# %% lines_to_next_cell=2\n"),
+])
+def test_metadata_in_a_source_is_seen_and_taken_out(house, old, new):
+    source = house.book / "02_b" / "01_story.py"
+    before = source.read_text()
+    house.edit("02_b/01_story", old, new)
+    assert "book/02_b/01_story.py holds metadata that Jupyter saved; run: make tidy" in house.check()
+    house("--tidy")
+    assert source.read_text() == before and house.check() == []
+
+
 def test_a_chapter_saved_without_the_books_settings(house):
     settings = house.book / "jupytext.toml"
     settings.write_text("".join(line for line in settings.read_text().splitlines(True) if "filter" not in line))

@@ -10,11 +10,27 @@ from hypothesis import strategies as st
 from test_experts import Store, consume
 
 import k3lib
-from k3lib.cache_policy import AgingCache, CAPACITIES, HISTORY_BITS, LayerCaches, ScoredCache, decayed_uses, hit_rates, last_use, next_use, policies, replay, replay_text, reuse, uses_in, working_set
+from k3lib.cache_policy import (
+    CAPACITIES,
+    HISTORY_BITS,
+    AgingCache,
+    LayerCaches,
+    ScoredCache,
+    decayed_uses,
+    hit_rates,
+    last_use,
+    next_use,
+    policies,
+    replay,
+    replay_text,
+    reuse,
+    uses_in,
+    working_set,
+)
+from k3lib.disk import Files
 from k3lib.experts import Experts
 from k3lib.layout import expert_slot_bytes
 from k3lib.trace import TraceError, packed_trace, read_trace, steps_of
-from k3lib.disk import Files
 
 LAYERS, EXPERTS = (2, 3, 7), 6
 requests = st.sets(st.integers(0, EXPERTS - 1), min_size=1).map(sorted)

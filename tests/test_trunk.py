@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3lib import disk, parallel, read_multiply, trunk
-from k3lib.checkpoint import Checkpoint, Extent
+from k3lib.checkpoint import Checkpoint
+from k3lib.header import Extent
 from k3lib.fileio import CheckpointError
 from k3lib.header import header_bytes
 from k3lib.matmul import ResidentMatrix, linear

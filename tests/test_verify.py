@@ -15,11 +15,21 @@ import pytest
 from common import FIXTURES
 from common import MODEL as ORACLE
 
-from k3lib.fileio import CheckpointError
-from k3lib.header import header_bytes
 from k3lib.cli import main
 from k3lib.config import read_config
-from k3lib.verify import GIT, HASH_READ_BYTES, SHA256, hashes, is_released, manifest_path, published_sizes, read_manifest, verify
+from k3lib.fileio import CheckpointError
+from k3lib.header import header_bytes
+from k3lib.verify import (
+    GIT,
+    HASH_READ_BYTES,
+    SHA256,
+    hashes,
+    is_released,
+    manifest_path,
+    published_sizes,
+    read_manifest,
+    verify,
+)
 
 LISTED = read_manifest(ORACLE.parent / "model.sha256")
 SHARD = "model-00005-of-000016.safetensors"

@@ -1,65 +1,179 @@
 # %% [markdown]
 # # 5.2 Files read whole or refused, written whole or not at all
 #
-# [5.1 What depends on the operating system](01_system.ipynb) · [contents](../README.md) · [5.3 A config that is believed, or refused](03_config.ipynb)
-
-# %% [markdown]
-# ## 5.2.1 Bytes from a file
+# A model is 1.56 TB in files that were downloaded for hours, and every one of them may be cut short, damaged or
+# exchanged. At the end of this chapter you can read a file so that no such fault passes for data, and write one so
+# that a power cut leaves the old file or the new, never half of either.
 #
-# `os.preadv` reads at an offset into memory that is already ours: no file position shared between threads, no copy. It may deliver less
-# than asked, and never more than 2 GiB; a K3 vocabulary table is 2.35 GB. So a read is a loop, and only zero bytes mean the end.
+# [5.1 What depends on the operating system](01_system.ipynb) · [contents](../README.md) ·
+# [5.3 A config that is believed, or refused](03_config.ipynb)
 
 # %% tags=["export"]
 import json
 import os
 import stat
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
-from k3lib.system import pread_into, sync_folder
+from typing import BinaryIO
 
+from k3lib.system import pread, sync_folder
+
+
+# %%
+import tempfile
+
+scratch = tempfile.TemporaryDirectory()
+folder = Path(scratch.name)
+
+# %% [markdown]
+# ## 5.2.1 Three kinds of error
+#
+# Who runs the engine wants to know whether to repair the command, the download, or neither. So an error carries its
+# exit code: 2 for a request that cannot be served, 4 for weights that are missing or damaged, 1 for anything else.
+# Later chapters name their own kinds under these. A `UsageError` is a `ValueError` too, which Python's users expect
+# of a bad argument.
 
 # %% tags=["export"]
-class CheckpointError(Exception):
+class K3Error(Exception):
+    "Any error that this package explains in one line. `exit_code` is what the command line ends with."
+
+    exit_code = 1
+
+
+class UsageError(K3Error, ValueError):
+    "A request that cannot be served: token ids, context, budget, config."
+
+    exit_code = 2
+
+
+class CheckpointError(K3Error):
     "Weights that are missing, truncated or damaged. One line: file, tensor, what was found, what was expected."
 
-
-# %% tags=["export"]
-class UsageError(ValueError):
-    "An argument that cannot be served: token ids, context, budget."
+    exit_code = 4
 
 
 # %% [markdown]
-# Reading must distrust every field. Python's JSON reader is lenient where it matters: of two equal names it keeps the last, it calls
-# `true` an integer equal to 1, it reads `NaN`. So each object is checked for equal names as it closes, and each number for its type. Nesting
-# has a bound of its own: what Python parses at one depth of calls it may fail to print at another. Configs (5.3) and vocabularies (5.21) are read by the same function.
+# ## 5.2.2 Bytes from a file
+#
+# A read may deliver less than asked and never more than 2 GiB; a K3 vocabulary table is 2.35 GB. So a read is a
+# loop, and only zero bytes mean the end. `where` names the file and the tensor for the reader of a message.
+
+# %% tags=["export"]
+READ_MAX = 1 << 30  # bytes asked of one call: Linux delivers at most 2 GiB - 4 KiB, macOS refuses more than 2 GiB
+
+
+def read_exactly(file: FileIO, view: bytearray | memoryview, offset: int, where: str | Path) -> None:
+    """Fill the writable bytes `view` from byte `offset` of the unbuffered `file`; `where` names the bytes in an error.
+
+    Raises CheckpointError if the file ends early, cannot be read, or was closed.
+    """
+    view, done = memoryview(view), 0
+    try:
+        while done < len(view) and (got := pread(file.fileno(), view[done:done + READ_MAX], offset + done)):
+            done += got
+    except (OSError, ValueError) as error:  # ValueError: the file was closed
+        raise CheckpointError(f"{where}: reading {len(view):,} bytes at offset {offset:,} failed: {error}") from None
+    if done < len(view):
+        raise CheckpointError(f"{where}: got {done:,} bytes at offset {offset:,}, expected {len(view):,}: "
+                              "the file ends there")
+
+
+# %% [markdown]
+# Opening has traps of its own. A pipe would wait for ever, a folder opens on some systems, and a broken link says no
+# more than "no such file". Links that lead somewhere are followed: the caches of model hubs are made of them.
+
+# %% tags=["export"]
+def _open(path: str | Path) -> FileIO:
+    "The file at `path`, open and unbuffered. OSError if it is no regular file; FileNotFoundError if there is none."
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        raise FileNotFoundError(0, "a link to nothing" if os.path.islink(path) else "no such file") from None
+    if not stat.S_ISREG(mode):
+        raise OSError(0, "not a file")
+    return open(path, "rb", buffering=0)
+
+
+def open_shard(path: str | Path) -> FileIO:
+    "The file at `path`, open and unbuffered. Raises CheckpointError if it cannot be opened."
+    try:
+        return _open(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from None
+
+
+def small_file(path: str | Path, most: int, error: type[Exception]) -> bytes:
+    """All bytes of a file of 1 to `most`. Its size is judged before the first byte is read.
+
+    Raises FileNotFoundError if there is no such file, `error` if its size is another or it cannot be read.
+    """
+    try:
+        with _open(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if not 0 < size <= most:
+                raise error(f"{path}: {size:,} bytes, expected 1 to {most:,}")
+            return file.read()
+    except FileNotFoundError as fault:
+        raise FileNotFoundError(f"{path}: {fault.strerror}") from None
+    except OSError as fault:
+        raise error(f"{path}: cannot be read: {fault.strerror}") from None
+
+
+# %%
+(folder / "three").write_bytes(b"abc")
+(folder / "nowhere").symlink_to("gone")
+with open_shard(folder / "three") as file:
+    two = bytearray(2)
+    read_exactly(file, two, 1, "three")
+    print(bytes(two))
+    for attempt in (lambda: read_exactly(file, bytearray(5), 1, "three"), lambda: open_shard(folder / "nowhere"),
+                    lambda: open_shard(folder), lambda: small_file(folder / "three", 2, UsageError)):
+        try:
+            attempt()
+            raise AssertionError("believed")
+        except (CheckpointError, UsageError) as error:
+            print(f"exit code {error.exit_code}: {str(error).replace(str(folder), '.')}")
+
+# %% [markdown]
+# ## 5.2.3 JSON, read strictly
+#
+# Python's JSON reader is lenient where it matters: of two equal names it keeps the last, and it reads `NaN`. So each
+# object is checked for equal names as it closes. Nesting has a bound of its own: what Python parses at one depth of
+# calls it may fail to print at another. Headers (5.5), configs (5.3) and vocabularies (5.21) are read by the same
+# function.
 
 # %% tags=["export"]
 DEPTH_MAX = 16  # lists and objects inside one another: a header has 3, a config 6
 
 
-def shown_value(value):
-    "A value out of a file, on one line, cut where it gets long."
+def shown_value(value: object) -> str:
+    "A value out of a file for an error message: one line of at most 120 characters."
     text = repr(value)
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def _is_deep(tree):
-    "Whether `tree` holds more than DEPTH_MAX lists and objects inside one another."
+def _is_deep(tree: dict) -> bool:
+    "Does `tree` hold more than DEPTH_MAX lists and objects inside one another?"
     level = [tree]
     for _ in range(DEPTH_MAX):
-        level = [inner for outer in level for inner in (outer.values() if type(outer) is dict else outer) if type(inner) in (dict, list)]
+        level = [inner for outer in level for inner in (outer.values() if type(outer) is dict else outer)
+                 if type(inner) in (dict, list)]
     return bool(level)
 
 
-def json_object(text, where, error=CheckpointError):
-    """The JSON object in the bytes `text`, which `where` names.
+# %% tags=["export"]
+def json_object(text: bytes | bytearray, where: str | Path, error: type[Exception] = CheckpointError) -> dict:
+    """The JSON object in the bytes `text`, which `where` names in a message.
 
-    Raises `error` if it is none in UTF-8, has a name twice in one object, or nests more than DEPTH_MAX deep.
+    Raises `error` if the text is no JSON object in UTF-8, has a name twice in one object, or nests more than
+    DEPTH_MAX deep.
     """
     def unique(pairs):
         found = dict(pairs)
-        "".join(found).encode("utf-8")  # half a surrogate pair is JSON, but no name that could be printed
+        "".join(found).encode("utf-8")  # half a surrogate pair is JSON, but a name of it could not be printed
         if len(found) < len(pairs):
             twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
             raise error(f"{where}: name {shown_value(twice)} found twice, expected once")
@@ -78,30 +192,45 @@ def json_object(text, where, error=CheckpointError):
     return found
 
 
-# %% tags=["export"]
-READ_MAX = 1 << 30  # bytes asked of one call: Linux moves at most 2 GiB - 4 KiB, macOS refuses more than 2 GiB
-
-
-def read_exactly(file, view, offset, where):
-    "Fill `view`, writable bytes, from byte `offset` of the unbuffered `file`; CheckpointError if it ends early or fails."
-    view, done = memoryview(view), 0
+# %%
+for text in b'{"a": 1, "a": 2}', b"[]", b'{"a": ' + b"[" * 20 + b"]" * 20 + b"}", b'{"a": \xff}':
     try:
-        while done < len(view) and (got := pread_into(file, view[done:done + READ_MAX], offset + done)):
-            done += got
-    except (OSError, ValueError) as error:  # ValueError: the file was closed
-        raise CheckpointError(f"{where}: reading {len(view):,} bytes at offset {offset:,} failed: {error}") from None
-    if done < len(view):
-        raise CheckpointError(f"{where}: got {done:,} bytes at offset {offset:,}, expected {len(view):,}: the file ends there")
-
+        json_object(text, "toy")
+        raise AssertionError("believed")
+    except CheckpointError as error:
+        print(error)
 
 # %% [markdown]
-# Two more things that every chapter with files needs. A file can become another between two reads, which its identity tells. And a disk that
-# is full must be told with the name of the file, which Python leaves out of the error of a write.
+# ## 5.2.4 The same file as before?
+#
+# A run of days reads files that someone may replace meanwhile. Four numbers tell: another device or inode is another
+# file, another length or time of writing is the same file with other bytes.
+
+# %% tags=["export"]
+Fingerprint = tuple[int, int, int, int]
+
+
+def fingerprint(status: os.stat_result) -> Fingerprint:
+    "(device, inode, bytes, time of the last write in ns) of an os.stat: another once a file is replaced or written to."
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+# %%
+before = fingerprint(os.stat(folder / "three"))
+(folder / "other").write_bytes(b"abc")
+os.replace(folder / "other", folder / "three")
+assert fingerprint(os.stat(folder / "three")) != before, "equal bytes, another file"
+
+# %% [markdown]
+# ## 5.2.5 Written whole
+#
+# A full disk is reported by Python without the name of the file, and sometimes only when the file is closed.
+# `writing` adds the name and the place.
 
 # %% tags=["export"]
 @contextmanager
-def writing(path):
-    "open(path, 'wb') in a `with`, whose OSError names the file and the byte at which it could not be written."
+def writing(path: str | Path) -> Iterator[BinaryIO]:
+    "open(path, 'wb') for a `with` block. An OSError names the file and the byte at which it could not be written."
     file = open(path, "wb")
     try:
         yield file
@@ -110,13 +239,24 @@ def writing(path):
         place = f"{path}: writing at byte {os.lseek(file.fileno(), 0, os.SEEK_CUR):,} failed: {error.strerror}"
         raise OSError(error.errno, place) if error.filename is None else error from None
     finally:
-        with suppress(OSError):  # what could not be written above cannot be at the end either
+        with suppress(OSError):  # bytes that could not be written above cannot be written by close() either
             file.close()
 
 
+# %% [markdown]
+# A reader must never meet half a file under its final name. So the bytes go to a hidden file beside it; when they are
+# on the disk, the name is given to them in one step, and the folder is synced because it holds the name (5.1.4).
+# Between the two a caller may compare what was written: the trunk's copy of 5.19 gets its name only if it equals the
+# original.
+
+# %% tags=["export"]
 @contextmanager
-def whole_file(path):
-    "writing() a file that gets its name when it is complete and on the disk; if anything fails before that, nothing of it stays."
+def whole_file(path: str | Path, check=None) -> Iterator[BinaryIO]:
+    """writing() for a `with` block, to a file that is complete and on the disk before it gets the name `path`.
+
+    `check(part)`, if given, is called with the path of the complete file before it gets its name. If anything raises,
+    the old file at `path` stays as it was and nothing else is left.
+    """
     path = Path(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -124,46 +264,45 @@ def whole_file(path):
             yield file
             file.flush()
             os.fsync(file.fileno())
+        if check is not None:
+            check(part)
         os.replace(part, path)
         sync_folder(path.parent)
     finally:
         part.unlink(missing_ok=True)
 
 
-def fingerprint(status):
-    "(device, inode, bytes, time of the last write in ns) of an os.stat: what tells that a file is another, or was written to, since."
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+# %% [markdown]
+# **Check.** An error in the middle of writing, and one after it: the old file stays, and no third one.
+
+# %%
+def refuse(part):
+    raise RuntimeError(f"{part.stat().st_size} bytes, but wrong ones")
 
 
-# %% tags=["export"]
-def _open(path):
-    "An open unbuffered file; OSError otherwise. Links are followed: a hub cache is made of them. A pipe, which would wait, is not opened."
+for check in None, refuse:
     try:
-        mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        raise FileNotFoundError(0, "a link to nothing" if os.path.islink(path) else "no such file") from None
-    if not stat.S_ISREG(mode):
-        raise OSError(0, "not a file")
-    return open(path, "rb", buffering=0)
+        with whole_file(folder / "three", check) as file:
+            file.write(b"defgh")
+            if check is None:
+                raise KeyboardInterrupt
+    except (KeyboardInterrupt, RuntimeError) as error:
+        print(repr(error), (folder / "three").read_bytes(), sorted(p.name for p in folder.iterdir()))
+    assert (folder / "three").read_bytes() == b"abc"
+with whole_file(folder / "three") as file:
+    file.write(b"defgh")
+assert (folder / "three").read_bytes() == b"defgh"
+scratch.cleanup()
 
-
-def open_shard(path):
-    "An open unbuffered file; CheckpointError if there is none."
-    try:
-        return _open(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from None
-
-
-def small_file(path, most, error):
-    "The bytes of a file of 1 to `most`, judged before one is read. FileNotFoundError if there is none, `error` if it is not to be had."
-    try:
-        with _open(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if not 0 < size <= most:
-                raise error(f"{path}: {size:,} bytes, expected 1 to {most:,}")
-            return file.read()
-    except FileNotFoundError as fault:
-        raise FileNotFoundError(f"{path}: {fault.strerror}") from None
-    except OSError as fault:
-        raise error(f"{path}: cannot be read: {fault.strerror}") from None
+# %% [markdown]
+# ## 5.2.6 Summary
+#
+# - A read ends with all bytes or one line that says which file, where, how many came and how many were expected.
+# - JSON with a name twice, or nested deep, is refused: a lenient reader would choose for us.
+# - A file is written beside its name, synced, and renamed: a reader finds the old one or the new one.
+#
+# **Exercises.**
+# 1. Leave out the `fsync` in `whole_file`. Which crash does it guard against, and why does no test here turn red?
+# 2. Two processes write the same path with `whole_file` at once. What can a reader find?
+# 3. Make a file of equal length and equal time of writing with other bytes. Which of the four numbers of
+#    `fingerprint` differs?

@@ -34,7 +34,7 @@ from safetensors.numpy import load_file
 from k3lib.checkpoint import Checkpoint
 from k3lib.config import read_config
 from k3lib.mxfp4 import decode
-from k3lib.tensors import EMBED, EXPERT_NAME, FINAL, HEAD, layer_parts, tensor_name
+from k3lib.tensors import EMBED, FINAL, HEAD, expert_name, layer_parts, tensor_name
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 plt.style.use(ROOT / "book" / "k3.mplstyle")
@@ -146,7 +146,7 @@ def tensor64(name):
 
 @functools.cache
 def expert64(L, e, which):
-    packed, scale = (checkpoint.raw(EXPERT_NAME.format(L, e, which, kind)) for kind in ("packed", "scale"))
+    packed, scale = (checkpoint.raw(expert_name(L, e, short)) for short in (which, f"{which}_scale"))
     return decode(packed, scale).astype(np.float64)
 
 
@@ -230,7 +230,7 @@ from k3lib.mla import mla_layer
 from k3lib.residual import mix
 from k3lib.moe import dense_mlp, moe_layer
 from k3lib.config import Config
-from k3lib.tensors import EMBED, FINAL, HEAD, NORMS, layer_parts, tensor_name
+from k3lib.tensors import ATTENTION_NORMS, FFN_NORMS, FINAL, HEAD, layer_parts, tensor_name
 
 LATENT_EPS = 1e-6  # of the two MLA latent norms: the reference class's default, not rms_norm_eps
 
@@ -389,13 +389,13 @@ class Model(Model):
         for L in range(self.config.num_hidden_layers):
             attention, feed_forward = layer_parts(self.config, L)
             norms = weights.part(L, "norms")
-            x = self._normed(stream, *(norms[short] for short in NORMS[:3]))
+            x = self._normed(stream, *(norms[short] for short in ATTENTION_NORMS))
             y = self._attention(L, attention, weights, x, sequence)
             if L % self.config.attn_res_block_size == 0:
                 stream.end_block(y)
             else:
                 stream.running_sum[:] += y
-            x = self._normed(stream, *(norms[short] for short in NORMS[3:]))
+            x = self._normed(stream, *(norms[short] for short in FFN_NORMS))
             stream.running_sum[:] += self._feed_forward(L, feed_forward, weights, x, watch)
             watch("hidden", L, stream.running_sum)
         norm, proj, layernorm = (weights.take(name) for name in FINAL)
@@ -449,7 +449,7 @@ class Model(Model):
 # %%
 from k3lib.matmul import ResidentMatrix, bf16_to_float32
 from k3lib.moe import Expert
-from k3lib.tensors import forward_order, is_matrix
+from k3lib.tensors import TABLE, forward_order, is_matrix
 
 
 def in_memory(name):
@@ -469,8 +469,7 @@ class ExpertsInMemory:
         self.experts = {L: [self.read(L, e) for e in range(config.num_experts)] for L in moe_layers}
 
     def read(self, L, e):
-        return Expert(*(checkpoint.raw(EXPERT_NAME.format(L, e, matrix, kind))
-                        for matrix in ("w1", "w2", "w3") for kind in ("packed", "scale")))
+        return Expert(*(checkpoint.raw(expert_name(L, e, row.short)) for row in TABLE["expert"]))
 
     def layer(self, L):
         return LayerInMemory(self.experts[L])

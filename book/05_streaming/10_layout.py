@@ -65,7 +65,7 @@ def row_blocks(extent, multiple: int, buffer_bytes: int, part: str) -> list[RowB
 
 
 # %%
-from k3lib.checkpoint import Extent
+from k3lib.header import Extent
 
 q_proj = Extent("shard", 8, 12288 * 7168 * 2, "BF16", (12288, 7168))
 for kib in (256, 1024, 8192):

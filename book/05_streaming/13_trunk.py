@@ -462,10 +462,11 @@ plt.show()
 
 # %%
 from k3lib.config import read_config
+from k3lib.tensors import text_tensors
 
 SLOT, SLOTS = 4 << 20, 4
 k3 = read_config(ROOT / "fixtures" / "k3")
-trunk = [(name, Extent("", 8, int(np.prod(shape)) * ITEMSIZE[dtype], dtype, shape)) for name, dtype, shape in k3.tensors()
+trunk = [(name, Extent("", 8, int(np.prod(shape)) * ITEMSIZE[dtype], dtype, shape)) for name, dtype, shape in text_tensors(k3)
          if ".layers." in name and ".experts." not in name or "lm_head" in name]
 streams = [e for name, e in trunk if is_matrix(name, e)]
 blocks = [read for e in streams for read in row_blocks(e, 1, SLOT, "trunk")]

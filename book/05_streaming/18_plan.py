@@ -47,6 +47,7 @@ ORACLE = ROOT / "fixtures" / "oracle13" / "model"
 import dataclasses
 import os
 from k3lib.parallel import CORES
+from k3lib.system import resident_bytes, status_bytes
 from k3lib.fileio import UsageError
 from k3lib.config import Config
 from k3lib.tensors import forward_order, row_multiples
@@ -55,7 +56,7 @@ from k3lib.disk import enough_readers, page_padded, read_rates
 from k3lib.layout import (
     Buffers, ExpertLayout, Layout, TrunkLayout, expert_slot_bytes, streaming_slot_bytes, trunk_layout,
 )
-from k3lib.memory import available_bytes, resident_bytes, shown_size, status_bytes
+from k3lib.memory import available_bytes, shown_size
 
 
 # %% tags=["export"]

@@ -76,6 +76,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from tqdm import tqdm
 from k3lib.fileio import CheckpointError, open_shard, read_exactly
+from k3lib.tensors import families
 from k3lib.header import ITEMSIZE, parse_header, read_header
 from k3lib.checkpoint import Checkpoint, INDEX
 
@@ -262,7 +263,7 @@ RELEASED = 497_052, 1_559_965_606_912  # tensors of the text stack and their byt
 def is_released(config):
     "Whether a Config implies as many tensors and bytes as the released model's."
     tensors = nbytes = 0
-    for _, dtype, shape, layers, experts in config.families():
+    for _, dtype, shape, layers, experts in families(config):
         tensors += len(layers) * len(experts)
         nbytes += len(layers) * len(experts) * prod(shape) * ITEMSIZE[dtype]
     return (tensors, nbytes) == RELEASED

@@ -14,7 +14,8 @@ from collections import Counter
 import matplotlib.pyplot as plt
 import safetensors
 
-from k3lib.checkpoint import Checkpoint, part_of
+from k3lib.checkpoint import Checkpoint
+from k3lib.tensors import census_part
 from k3lib.mxfp4 import decode
 
 # %%
@@ -92,12 +93,10 @@ from k3lib.config import (
     FIXED,
     INTEGERS,
     REALS,
-    global_tensors,
-    layer_tensors,
     read_config,
 )
+from k3lib.tensors import global_tensors, layer_tensors, split_name
 from k3lib.header import ITEMSIZE, header_bytes
-from k3lib.checkpoint import split_name
 
 
 # %% tags=["export"]
@@ -280,7 +279,7 @@ def outside_tensors(released):
 
 def layer_file(c, L):
     "(name, dtype, shape) of the tensors of layer L."
-    return [(f"language_model.model.layers.{L}.{name}", dtype, shape) for name, dtype, shape in layer_tensors(c, L)]
+    return list(layer_tensors(c, L))
 
 
 def files(c, released):
@@ -679,9 +678,9 @@ assert [shard.size for shard in shards] == list(published.values())
 payload, live = Counter(), Counter()
 for shard in shards:
     for name, dtype, shape in shard.tensors:
-        payload[part_of(split_name(name)[0])] += prod(shape) * ITEMSIZE[dtype]
+        payload[census_part(split_name(name)[0])] += prod(shape) * ITEMSIZE[dtype]
     for piece in shard.pieces:
-        live[part_of(split_name(piece.name)[0])] += sum(nbytes for _, nbytes in piece.spans())
+        live[census_part(split_name(piece.name)[0])] += sum(nbytes for _, nbytes in piece.spans())
 for part in payload:
     print(f"{part:14s}{payload[part]:24,} bytes, {live[part] / 1e6:9,.1f} MB of them written")
 file_bytes = sum(shard.size for shard in shards)

@@ -41,12 +41,12 @@ from k3lib import load
 from k3lib.checkpoint import Checkpoint
 from k3lib.cli import pack_trunk
 from k3lib.config import read_config
-from k3lib.disk import ITEMSIZE
 from k3lib.fileio import CheckpointError
+from k3lib.header import ITEMSIZE
 from k3lib.memory import shown_size
 from k3lib.plan import PlanError
 from k3lib.synth import synth
-from k3lib.tensors import EMBED, EXPERT_NAME, HEAD, layer_of, part_of, tensor_name
+from k3lib.tensors import EMBED, HEAD, expert_name, layer_of, part_of, tensor_name, text_tensors
 from k3lib.verify import manifest_text, verify
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
@@ -185,7 +185,7 @@ for row in measured["rows"]:
 # %% tags=["nbval-ignore-output"]
 C_FLOOR = 8.24e9
 one_gb = next(row["plan"]["parts"] for row in measured["rows"] if row["ram"] == 10**9)
-size = {name: math.prod(shape) * ITEMSIZE[dtype] for name, dtype, shape in K3.tensors() if part_of(name) != "experts"}
+size = {name: math.prod(shape) * ITEMSIZE[dtype] for name, dtype, shape in text_tensors(K3) if part_of(name) != "experts"}
 layer = max(sum(n for name, n in size.items() if layer_of(name) == L) for L in range(K3.num_hidden_layers))
 tables = size[EMBED] + size[HEAD]
 buffers, state = one_gb["row block buffers"], one_gb["KDA state"]
@@ -299,7 +299,7 @@ def first_ids(folder, n=6):
 right, chosen = first_ids(ORACLE / "model")
 with tempfile.TemporaryDirectory() as scratch:
     folder = copied(scratch)
-    overwrite(Checkpoint(folder).extent(EXPERT_NAME.format(1, chosen, "w1", "scale")), 7, 255)
+    overwrite(Checkpoint(folder).extent(expert_name(1, chosen, "w1_scale")), 7, 255)
     try:
         first_ids(folder)
     except CheckpointError as error:

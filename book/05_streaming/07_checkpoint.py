@@ -1,0 +1,426 @@
+# %% [markdown]
+# # 5.7 A checkpoint, opened
+#
+# A checkpoint is a folder: some files of weights, perhaps a list of what they hold. At the end of this chapter you
+# can open one from its headers alone, refuse it if a file is missing or list and files disagree, and read any of its
+# tensors.
+#
+# [5.6 Where 1.56 TB lie](06_census.ipynb) · [contents](../README.md) ·
+# [5.8 Ninety-three layers, walked once a token](08_model.ipynb)
+
+# %% tags=["parameters"]
+layers = 93  # of the sparse copy of the released shape, section 5.7.5
+experts = 896
+
+# %% tags=["export"]
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from k3lib.census import Census, Contiguity, census, contiguity
+from k3lib.fileio import CheckpointError, Fingerprint, fingerprint, open_shard, read_exactly, shown_value
+from k3lib.header import ARRAY_DTYPES, Extent, TensorIndex, braced_object, read_header, tensor_fault
+from k3lib.system import allow_open_files
+from k3lib.tensors import EXPERT_TENSORS, join_name, split_name
+
+# %%
+import json
+import tempfile
+import time
+from math import prod
+
+import safetensors
+
+from k3lib.config import read_config
+from k3lib.header import ITEMSIZE, header_bytes
+from k3lib.system import disk_bytes
+from k3lib.tensors import HEAD, layer_tensors, tensor_name
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+MODEL = ROOT / "fixtures" / "oracle13" / "model"
+
+# %% [markdown]
+# ## 5.7.1 Which files
+#
+# Shards say in their names how many they are, so a missing one is known before any is opened.
+
+# %% tags=["export"]
+_SHARD = re.compile(r"model-(\d{5,6})-of-(\d{5,6})\.safetensors", re.ASCII)
+
+
+def shard_names(folder: str | Path) -> list[str]:
+    """The checkpoint's file names in order: model.safetensors alone, or every model-XXXXX-of-YYYYYY.safetensors.
+
+    Raises FileNotFoundError if there is no such folder, CheckpointError if a file is missing or does not belong.
+    """
+    if not os.path.isdir(folder):
+        what = "a file" if os.path.exists(folder) else "no such folder"
+        raise FileNotFoundError(f"{folder}: {what}, expected a checkpoint's folder")
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be listed: {error.strerror}") from None
+    shards = [match for name in names if (match := _SHARD.fullmatch(name))]
+    if "model.safetensors" in names and not shards:
+        return ["model.safetensors"]
+    if not shards or "model.safetensors" in names:
+        what = "both kinds of weight file" if shards else "no weight files"
+        raise CheckpointError(f"{folder}: {what}, expected either "
+                              "model.safetensors or model-00001-of-0000NN.safetensors and its siblings")
+    digits, of = len(shards[0][1]), shards[0][2]
+    found = [match[0] for match in shards]
+    wanted = [f"model-{i:0{digits}d}-of-{of}.safetensors" for i in range(1, int(of) + 1)]
+    if found != wanted:
+        missing, stray = sorted({*wanted} - {*found}), sorted({*found} - {*wanted})
+        faults = [f"{name} is missing" for name in missing[:1]]
+        faults += [f"{name} does not belong to them" for name in stray[:1]]
+        raise CheckpointError(f"{folder}: {len(found):,} weight files, expected {int(of):,}: {', '.join(faults)}")
+    return found
+
+
+# %% [markdown]
+# ## 5.7.2 The list that lies beside
+#
+# A checkpoint in pieces brings a list of its own, `model.safetensors.index.json`: for each tensor, the file that
+# holds it. The headers know better, but where the two disagree, a file was exchanged or a tensor renamed, and neither
+# is believed. Parsed whole, the list of the release would weigh more than everything here (5.5.7). So it is read a
+# quarter of a megabyte at a time and cut behind a file's name. There one part is closed with `}}`, the next opened
+# with `{"weight_map":{`, and each is a JSON object to be read as strictly as a header.
+
+# %% tags=["export"]
+INDEX = "model.safetensors.index.json"
+_BLOCK = 1 << 18  # bytes of it that are read and parsed at a time
+_CUT = b'.safetensors",'
+
+
+def index_pieces(path: str, most: int) -> Iterator[dict]:
+    """The JSON object in the file `path`, of at most `most` bytes, as several: each holds a part of its "weight_map".
+
+    Raises CheckpointError if the file is larger, cannot be read, or is no such object.
+    """
+    with open_shard(path) as file:
+        size, text, front = os.fstat(file.fileno()).st_size, b"", b""
+        if size > most:
+            raise CheckpointError(f"{path}: {size:,} bytes, expected at most {most:,} for the tensors that are here")
+        for begin in range(0, size or 1, _BLOCK):
+            block = bytearray(min(_BLOCK, size - begin))
+            read_exactly(file, block, begin, path)
+            text, end = text + block, begin + len(block)
+            where, last = f"{path}: its text up to byte {end:,}", end >= size
+            part, cut, text = (text, b"", b"") if last else text.rpartition(_CUT)
+            if not (cut or last):
+                raise CheckpointError(f"{where} is {len(text):,} bytes without {_CUT.decode()}, "
+                                      "expected one after every tensor's file")
+            piece = braced_object(front + part + (b"" if last else cut[:-1] + b"}}"), where)
+            if type(piece.get("weight_map")) is not dict or not last and [*piece][-1] != "weight_map":
+                raise CheckpointError(f"{where} has {shown_value([*piece])}, "
+                                      "expected an object weight_map of all tensors and their files")
+            yield piece
+            front = b'{"weight_map":{'
+
+
+# %% [markdown]
+# Each part is compared with the headers' index. A tensor that is listed but nowhere gets row -1, whose shard is -1,
+# which is no file's number.
+
+# %% tags=["export"]
+def _mark_listed(index: TensorIndex, shard: np.ndarray, path: str, listed: dict, seen: np.ndarray) -> None:
+    """Mark the rows of `listed`, {tensor: file}, in `seen`; `shard` is the index's column and a last -1 for row -1.
+
+    Raises CheckpointError if a tensor lies in another file or was seen before.
+    """
+    number = {os.path.basename(file): i for i, file in enumerate(index.files)}
+    names, files = [*listed], [*listed.values()]
+    rows = index.rows_of(names)
+    wanted = [number.get(file, -1) if type(file) is str else -1 for file in files]
+    wrong = np.flatnonzero((rows < 0) | (shard[rows] != wanted))
+    if len(wrong):
+        i = wrong[0]
+        found = index.files[shard[rows[i]]] if rows[i] >= 0 else "no file"
+        raise tensor_fault(path, names[i], f"found in {found}", shown_value(files[i]))
+    if seen[rows].any():
+        raise tensor_fault(path, names[np.argmax(seen[rows])], "listed twice", "once")
+    seen[rows] = True
+
+
+def check_index(index: TensorIndex, path: str) -> None:
+    "Raise CheckpointError unless the file `path`, if there is one, lists what `index` holds."
+    if not os.path.lexists(path):
+        return
+    payload = int(index.nbytes().sum())
+    shard, totals = np.append(index.shard, -1), []
+    seen = np.zeros(len(shard), bool)  # the last is row -1, which is never seen
+    for piece in index_pieces(path, 2 * (sum(index.file_sizes) - payload) + 1_000_000):
+        _mark_listed(index, shard, path, piece["weight_map"], seen)
+        metadata = piece.get("metadata", {})
+        totals.append(metadata.get("total_size", payload) if type(metadata) is dict else metadata)
+    if not seen[:-1].all():
+        row = np.argmin(seen)
+        raise tensor_fault(path, index.name(row), f"found in {index.files[index.shard[row]]}",
+                           "no file, because it is not listed")
+    for total in totals:
+        if type(total) not in (int, float) or total != payload:
+            raise CheckpointError(f"{path}: metadata.total_size is {shown_value(total)}, expected {payload:,}, "
+                                  "the bytes of all tensors")
+
+
+# %% [markdown]
+# ## 5.7.3 The checkpoint
+#
+# Opening it is: know the files, read their headers into the index of 5.5, compare the list. The files stay open, and
+# each one's fingerprint is kept, so that a file exchanged during a run is noticed (5.9).
+
+# %% tags=["export"]
+class Checkpoint:
+    """The tensors of a folder of safetensors files, found from the headers alone: 24 bytes of memory a tensor.
+
+    Raises FileNotFoundError if there is no such folder, CheckpointError if a file is missing or its header is not
+    believed. The files stay open until `close()` or the end of a `with` block; reads may come from any thread.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._files: list = []
+        self.path = Path(path)
+        self.index = TensorIndex()
+        self.fingerprints: dict[str, Fingerprint] = {}  # of each file whose header was read
+        try:
+            names = shard_names(self.path)
+            allow_open_files(len(names))
+            for name in names:
+                self._add(str(self.path / name))
+            self.index.complete()
+            check_index(self.index, str(self.path / INDEX))
+        except BaseException:
+            self.close()
+            raise
+
+    def _add(self, path: str) -> None:
+        "Open a file and put its tensors into the index."
+        file = open_shard(path)
+        self._files.append(file)
+        self.fingerprints[path] = fingerprint(os.fstat(file.fileno()))
+        self.index.add(path, *read_header(file, path))
+
+    @property
+    def files(self) -> list[str]:
+        "The full paths of the files, in order."
+        return self.index.files
+
+    def close(self) -> None:
+        "Close the files. Later reads raise CheckpointError."
+        for file in self._files:
+            file.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+# %% [markdown]
+# What is there, and where. A name that is not there is an error that says among how many it was looked for.
+
+# %% tags=["export"]
+class Checkpoint(Checkpoint):
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __contains__(self, name: str) -> bool:
+        return self.index.row(*split_name(name)) >= 0
+
+    def names(self) -> Iterator[str]:
+        "Every name, in the order of the files and of the data within each."
+        return map(self.index.name, self.index.in_file_order())
+
+    def _row(self, pattern: str, first: int, second: int) -> int:
+        row = self.index.row(pattern, first, second)
+        if row < 0:
+            raise CheckpointError(f"{self.path}: no tensor {join_name(pattern, first, second)} among the {len(self):,} "
+                                  f"of its {len(self.files)} files")
+        return row
+
+    def extent(self, name: str) -> Extent:
+        "Where a tensor lies. Raises CheckpointError if there is none of that name."
+        return self.index.extent(self._row(*split_name(name)))
+
+    def expert(self, layer: int, expert: int) -> dict[str, Extent]:
+        "{w1, w1_scale, w2, w2_scale, w3, w3_scale: Extent} of an expert. Raises CheckpointError if one is missing."
+        return {short: self.index.extent(self._row(pattern, layer, expert))
+                for short, pattern in EXPERT_TENSORS.items()}
+
+    def kinds_of(self, pattern: str, layers: Sequence[int], experts: Sequence[int]) -> set:
+        "As TensorIndex.kinds_of."
+        return self.index.kinds_of(pattern, layers, experts)
+
+    def count_of(self, prefix: str) -> int:
+        "As TensorIndex.count_of."
+        return self.index.count_of(prefix)
+
+
+# %% [markdown]
+# Values are for looking and for checks; a run reads past the page cache (5.9). BF16 is the upper half of a float32,
+# so its values are exact.
+
+# %% tags=["export"]
+class Checkpoint(Checkpoint):
+    def raw(self, name: str) -> np.ndarray:
+        "A tensor's bits as stored: uint16 for BF16, uint8 for F8, else numpy's own type of that name."
+        row = self._row(*split_name(name))
+        extent = self.index.extent(row)
+        out = np.empty(extent.shape, ARRAY_DTYPES[extent.dtype])
+        file, bits = self._files[self.index.shard[row]], memoryview(out.reshape(-1).view(np.uint8))
+        read_exactly(file, bits, extent.offset, f"{extent.file}: tensor {name}")
+        return out
+
+    def tensor(self, name: str) -> np.ndarray:
+        "A tensor's values: BF16 as float32, exactly; other types as they are. Raises CheckpointError for F8."
+        extent, bits = self.extent(name), self.raw(name)
+        if extent.dtype.startswith("F8"):
+            raise CheckpointError(f"{extent.file}: tensor {name}: {extent.dtype} has no numpy type, "
+                                  "expected BF16, F32 or U8")
+        if extent.dtype != "BF16":
+            return bits
+        wide = bits.astype(np.uint32)
+        wide <<= 16
+        return wide.view(np.float32)
+
+    def census(self, experts_per_token: int | None = None) -> Census:
+        "Where the bytes and parameters are; active parameters only if told how many experts a token uses."
+        return census(self.index, experts_per_token)
+
+    def contiguity(self) -> Contiguity:
+        "Which layers' trunks and which experts can be read in one piece."
+        return contiguity(self.index)
+
+
+# %% [markdown]
+# ## 5.7.4 Believed or refused
+#
+# Against the `safetensors` library, an independent reader in Rust: same names, types, shapes and bytes in all 16
+# files of the embedded model, and the sum of the bytes is what the model's own `metadata.total_size` says.
+
+# %%
+oracle = Checkpoint(MODEL)
+compared = 0
+for file in oracle.files:
+    for name, theirs in safetensors.deserialize(Path(file).read_bytes()):
+        ours = oracle.raw(name)
+        assert (oracle.extent(name).dtype, list(ours.shape)) == (theirs["dtype"], theirs["shape"]), name
+        assert ours.tobytes() == theirs["data"], name
+        compared += ours.nbytes
+total = json.loads((MODEL / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
+assert compared == total and len(oracle) == len(set(oracle.names()))
+print(f"{len(oracle):,} tensors, {compared:,} bytes equal")
+
+
+# %% [markdown]
+# The list that lies beside, wrong in one way at a time. Each line names the tensor, where it was found, and where it
+# was expected.
+
+# %%
+def listed(change):
+    "The refusal of the embedded model with its index changed by change(index), as links to its files."
+    with tempfile.TemporaryDirectory() as other:
+        index = json.loads((MODEL / INDEX).read_text())
+        change(index)
+        Path(other, INDEX).write_text(json.dumps(index))
+        for file in oracle.files:
+            Path(other, os.path.basename(file)).symlink_to(Path(file).resolve())
+        try:
+            Checkpoint(other).close()
+        except CheckpointError as error:
+            return str(error).replace(other + os.sep, "")
+
+
+for change in (
+    lambda index: index["weight_map"].update({HEAD: "model-00001-of-000016.safetensors"}),
+    lambda index: index["weight_map"].update({"lm_head.bias": "model-00014-of-000016.safetensors"}),
+    lambda index: index["weight_map"].pop(HEAD),
+    lambda index: index["metadata"].update(total_size=6_612_161),
+):
+    print(listed(change))
+    assert listed(change)
+assert listed(lambda index: None) is None
+
+# %% [markdown]
+# The two silent mistakes of 5.5.1 must fail this gate, or the gate is worth nothing.
+
+# %%
+name = tensor_name(3, "mla", "q_b_proj")
+place, right = oracle.extent(name), oracle.tensor(name)
+file = Path(place.file).read_bytes()
+header = 8 + int.from_bytes(file[:8], "little")
+shifted = np.frombuffer(file, "<u2", place.nbytes // 2, place.offset - header)
+as_half = oracle.raw(name).view(np.float16).astype(np.float32)
+print("offsets from the file's start: equal bits", bool((shifted == oracle.raw(name).ravel()).all()))
+print(f"BF16 read as float16: largest {np.abs(as_half).max():.3g}, expected {np.abs(right).max():.3g}")
+assert not (shifted == oracle.raw(name).ravel()).all()
+assert np.abs(as_half - right).max() > 0.1 * np.abs(right).max()
+
+# %% [markdown]
+# ## 5.7.5 Half a million tensors
+#
+# The released shape as sparse files, true headers in front of holes, and the list of them. On disk they take 76 MB of
+# headers and 60 MB of list. Only the layers are written here; the census of all 96 files is in 5.6.
+
+# %%
+scratch = tempfile.TemporaryDirectory()
+folder, payload, places, config = Path(scratch.name), 0, {}, read_config(ROOT / "fixtures/k3")
+for L in range(layers):
+    tensors = sorted(layer_tensors(config, L, range(experts)), key=lambda t: (-ITEMSIZE[t[1]], t[0]))
+    head, nbytes = header_bytes(tensors), sum(prod(shape) * ITEMSIZE[dtype] for _, dtype, shape in tensors)
+    file = f"model-{L + 1:05d}-of-{layers:06d}.safetensors"
+    with open(folder / file, "wb") as out:
+        out.write(head)
+        out.truncate(len(head) + nbytes)
+    payload += nbytes
+    places |= {name: file for name, _, _ in tensors}
+text = json.dumps({"metadata": {"total_size": payload}, "weight_map": places}, indent=2, sort_keys=True)
+(folder / INDEX).write_text(text)
+del places, text
+
+# %% tags=["nbval-ignore-output"]
+start = time.perf_counter()
+k3 = Checkpoint(folder)
+spent = time.perf_counter() - start
+start = time.perf_counter()
+check_index(k3.index, str(folder / INDEX))
+print(f"{len(k3):,} tensors indexed in {spent:.1f} s, {time.perf_counter() - start:.1f} s of it for the list of "
+      f"{(folder / INDEX).stat().st_size / 1e6:.0f} MB; "
+      f"{sum(disk_bytes(f.stat()) for f in folder.iterdir()) / 1e6:.0f} MB on disk")
+
+# %% [markdown]
+# A token asks for 16 experts of each of 92 layers, six tensors each.
+
+# %% tags=["nbval-ignore-output"]
+chosen = [(L, E) for L in range(1, layers) for E in range(0, experts, max(1, experts // 16))]
+start = time.perf_counter()
+for L, E in chosen:
+    k3.expert(L, E)
+spent = time.perf_counter() - start
+print(f"{len(chosen):,} experts: {1e3 * spent:.0f} ms a token, {1e6 * spent / len(chosen) / 6:.1f} us an extent")
+
+# %%
+k3.close()
+scratch.cleanup()
+
+# %% [markdown]
+# ## 5.7.6 Summary
+#
+# - A folder is opened from its headers: files that are all there, an index of 24 bytes a tensor, a list that agrees
+#   or is refused.
+# - A second account, the list of files, must agree with the first, or neither is believed.
+# - Two silent mistakes, an offset from the file's start and BF16 read as float16, fail the comparison with another
+#   reader.
+#
+# **Exercises.**
+# 1. Write `rows(checkpoint, name, first, count)` on `extent` and `read_exactly`, so that a token's embedding row
+#    costs 14,336 bytes, not 2.35 GB. Check it against `raw(name)[first:first + count]`.
+# 2. Give `index_pieces` a list whose cut falls inside a name. Is it refused, and with which words?
