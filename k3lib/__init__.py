@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from k3lib.config import ConfigError
     from k3lib.engine import Report, load
     from k3lib.fileio import CheckpointError, UsageError
-    from k3lib.model import StateError
     from k3lib.plan import PlanError
+    from k3lib.state import StateError
     from k3lib.tokenizer import Tokenizer, TokenizerError
 
 if sys.byteorder != "little" or sys.maxsize < 2**32:
@@ -45,7 +45,7 @@ _HOME = {
     "UsageError": "fileio",
     "ConfigError": "config",
     "PlanError": "plan",
-    "StateError": "model",
+    "StateError": "state",
     "TokenizerError": "tokenizer",
 }
 

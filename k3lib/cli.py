@@ -1,4 +1,8 @@
-"""The `k3` command. Arguments in, exit code out: every command passes on to a chapter's module."""
+"""The `k3` command. Arguments in, exit code out: every command passes on to a chapter's module.
+
+The order of this file is that of a run: writing outputs, one function a command, the arguments, signals, errors.
+Modules of the book are imported inside the functions, so that `k3 --help` need not wait for a compiler.
+"""
 import argparse
 import contextlib
 import json
@@ -7,7 +11,11 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+# Outputs
 
 
 def _write(path, data):
@@ -17,38 +25,44 @@ def _write(path, data):
         file.write(data)
 
 
+def _write_json(path, tree):
+    _write(path, (json.dumps(tree, indent=1) + "\n").encode())
+
+
 def _check_outputs(model, *paths):
     "Refuse, before the run, a file that could not be written after it or that would replace something else."
-    import tempfile
     from k3lib.fileio import UsageError
     given = [Path(path) for path in paths if path is not None]
     for path in given:
-        if path.is_dir():
-            raise UsageError(f"{path}: is a folder, expected a file to write")
-        if not path.parent.is_dir():
-            raise FileNotFoundError(f"{path}: there is no folder {path.parent} to write it in")
-        try:
-            tempfile.TemporaryFile(dir=path.parent).close()
-        except OSError as error:
-            raise UsageError(f"{path}: the folder {path.parent} cannot be written to: {error.strerror}") from None
-        if path.is_symlink() or path.exists() and not path.is_file():
-            raise UsageError(f"{path}: is no regular file, so it will not be replaced by one")
+        _check_output(path)
         if path.resolve().parent == Path(model).resolve():
             raise UsageError(f"{path}: lies in the model's own folder, which is never written to")
     if len({path.resolve() for path in given}) < len(given):
         raise UsageError(f"{given[0]}: is named for two outputs")
 
 
-def _json(path, tree):
-    _write(path, (json.dumps(tree, indent=1) + "\n").encode())
+def _check_output(path):
+    import tempfile
+
+    from k3lib.fileio import UsageError
+    if path.is_dir():
+        raise UsageError(f"{path}: is a folder, expected a file to write")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no folder {path.parent} to write it in")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise UsageError(f"{path}: the folder {path.parent} cannot be written to: {error.strerror}") from None
+    if path.is_symlink() or path.exists() and not path.is_file():
+        raise UsageError(f"{path}: is no regular file, so it will not be replaced by one")
 
 
 class OutputLost(Exception):
-    "Standard output does not take what is written to it: an answer that nobody gets is no success."
+    "Standard output cannot be written to. The run has failed: nobody gets its answer."
 
 
 def _say(text):
-    "Print, at once. Raises OutputLost, and KeyboardInterrupt if a signal came whose own was lost in a callback of a library."
+    "Print and flush. Raises OutputLost, and KeyboardInterrupt for a signal whose own was lost in a library's callback."
     if _came:
         raise KeyboardInterrupt
     try:
@@ -57,15 +71,116 @@ def _say(text):
         raise OutputLost(f"standard output cannot be written: {getattr(error, 'strerror', None) or error}") from None
 
 
+def progress_bar(total: int | None, unit: str, **options: Any) -> Any:
+    "A tqdm bar on stderr where that is a terminal, else one that shows nothing."
+    from tqdm import tqdm
+    shown = sys.stderr is not None and sys.stderr.isatty()
+    return tqdm(total=total, unit=unit, disable=not shown, leave=False, **options)
+
+
+# A decoding run
+
+
+def parse_ids(text: str) -> list[int]:
+    "Token ids from '1,2,3'. Raises UsageError naming what is not an id."
+    from k3lib.fileio import UsageError
+    ids = []
+    for word in str(text).replace(" ", "").split(","):
+        if not word.isdecimal() or len(word) > 18:
+            raise UsageError(f"ids: {word!r} is not a token id: write them like 1,2,3")
+        ids.append(int(word))
+    return ids
+
+
+def prompt_ids(path: str | os.PathLike, ids: str | None, prompt: str | bytes | None) -> list[int]:
+    """Token ids of the one of `ids` ('1,2,3') and `prompt` that is given. Raises UsageError.
+
+    The encoder's memory is free again when this returns, before the plan is made.
+    """
+    from k3lib.config import read_config
+    from k3lib.fileio import UsageError
+    from k3lib.tokenizer import open_tokenizer
+    if (ids is None) == (prompt is None):
+        raise UsageError("give a prompt or ids: exactly one of the two")
+    if prompt is None:
+        return parse_ids(ids)
+    tokenizer = open_tokenizer(path, read_config(path))
+    if tokenizer is None:
+        raise UsageError(f"{path}: holds no tiktoken.model, so a text prompt cannot be encoded: give ids")
+    encoded = tokenizer.encode(prompt)
+    tokenizer.drop_encoder()
+    return encoded
+
+
+def decode(path: str | os.PathLike, ids: str | None = None, prompt: str | bytes | None = None, *,
+           max_new_tokens: int = 8, show: Callable[[str], object] = print, logits: list | None = None,
+           trace: list | None = None, **options: Any) -> Any:
+    """One whole run: encode, plan, load, decode greedily, report. Returns the Report.
+
+    `ids` '1,2,3' or `prompt`, str or bytes. `show` is given the plan, the prompt, each token as it comes, all ids and
+    their text, and the report. `logits`: a list that receives each step's float32 [vocab]; `trace`: one that receives
+    (layer, expert) of every request. `options`: ram, trunk, threads, readers of `load`. Raises what `load` raises.
+    """
+    from k3lib import engine
+    from k3lib.config import read_config
+    from k3lib.fileio import UsageError
+    from k3lib.memory import whole_number
+    max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 20)
+    numbers = prompt_ids(path, ids, prompt)
+    if not numbers:
+        raise UsageError("the prompt is empty: at least one token id is needed")
+    engine.check_vocabulary(numbers, read_config(path))  # before gigabytes are read for it
+    pinning = progress_bar(None, "B", desc="pinning", unit_scale=True)
+    model = engine.load(path, context=len(numbers) + max_new_tokens, prompt_tokens=len(numbers),
+                        progress=pinning.update, on_plan=lambda plan: show(plan.text()), **options)
+    pinning.close()
+    model.experts.trace = trace
+    try:
+        return _shown_run(model, numbers, max_new_tokens, show, logits)
+    except KeyboardInterrupt as stop:
+        made = [step.token for step in model.steps]
+        stop.done = f"after {len(made)} of {max_new_tokens} tokens" + f": {','.join(map(str, made))}" * bool(made)
+        raise
+    finally:
+        model.close()
+
+
+def _shown_run(model, ids, max_new_tokens, show, logits):
+    "Decode with a bar that counts layers, and show each token and its text as they come. Returns the Report."
+    passes = -(-len(ids) // model.chunk) + max_new_tokens - 1
+    stream, texts = model.tokenizer.stream() if model.tokenizer else None, []
+    with progress_bar(passes * model.config.num_hidden_layers, "layer") as bar:
+        model.on_layer = lambda L: bar.update()
+        show(f"prompt ids: {','.join(map(str, ids))}")
+        keep = None if logits is None else logits.append
+        for n, token in enumerate(model.generate(ids, max_new_tokens, on_logits=keep), 1):
+            line = f"{n:>4}: id {token}, {model.steps[-1].seconds:.3g} s"
+            if stream is not None and token not in model.stop:
+                texts.append(stream.feed(token))
+                line += f", {texts[-1]!r}"
+            with bar.external_write_mode():
+                show(line)
+    report = model.report
+    show(f"generated ids: {','.join(map(str, report.ids))}")
+    if stream is not None:
+        show(f"generated text: {''.join(texts) + stream.finish()!r}")
+    show(report.text())
+    return report
+
+
+# Commands
+
+
 def _run(args, **lists):
-    "Decode as the arguments say; the Report. `lists`: those that k3lib.engine.decode fills."
-    from k3lib.engine import decode
-    prompt = None if args.prompt is None else os.fsencode(args.prompt)  # bytes the shell gave that are not UTF-8 stay as they are
+    "Decode as the arguments say; the Report. `lists`: logits, trace as `decode` fills them."
+    prompt = None if args.prompt is None else os.fsencode(args.prompt)  # bytes that are not UTF-8 stay as they are
     if args.prompt_file is not None:
-        if not Path(args.prompt_file).is_file():
-            raise FileNotFoundError(f"{args.prompt_file}: {'is no regular file' if Path(args.prompt_file).exists() else 'no such file'}")
-        prompt = Path(args.prompt_file).read_bytes()
-    return decode(args.model, args.ids, prompt, args.max_new_tokens, args.ram, args.trunk, args.threads, show=_say, readers=args.readers, **lists)
+        file = Path(args.prompt_file)
+        if not file.is_file():
+            raise FileNotFoundError(f"{args.prompt_file}: {'is no regular file' if file.exists() else 'no such file'}")
+        prompt = file.read_bytes()
+    return decode(args.model, args.ids, prompt, max_new_tokens=args.max_new_tokens, show=_say, ram=args.ram,
+                  trunk=args.trunk, threads=args.threads, readers=args.readers, **lists)
 
 
 def _decode(args):
@@ -80,24 +195,32 @@ def _decode(args):
         np.save(buffer, np.stack(logits))
         _write(args.logits, buffer.getvalue())
     if args.json:
-        _json(args.json, report.as_dict())
+        _write_json(args.json, report.as_dict())
 
 
 def _trace(args):
-    from k3lib.cache_policy import EXPERT_BYTES, replay_text
-    from k3lib.trace import packed_trace, read_trace
     from k3lib.fileio import UsageError
+    from k3lib.trace import packed_trace
     if args.replay is not None:
-        if args.out is not None:
-            raise UsageError("--out: is what a recording is written to, and --replay records nothing")
-        passes = read_trace(args.replay)
-        return _say(replay_text(passes, EXPERT_BYTES if args.model is None else _expert_bytes(args.model, passes)))
+        return _replay(args)
     if args.model is None or args.out is None:
-        raise UsageError(f"{'MODEL' if args.model is None else '--out FILE'} is missing: a run is recorded with `k3 trace MODEL --ids 1,2,3 --out FILE`")
+        missing = "MODEL" if args.model is None else "--out FILE"
+        raise UsageError(f"{missing} is missing: a run is recorded with `k3 trace MODEL --ids 1,2,3 --out FILE`")
     _check_outputs(args.model, args.out)
     requests = []
     _run(args, trace=requests)
     _write(args.out, packed_trace(requests))
+
+
+def _replay(args):
+    "What caches of every size would make of a trace."
+    from k3lib.cache_policy import EXPERT_BYTES, replay_text
+    from k3lib.fileio import UsageError
+    from k3lib.trace import read_trace
+    if args.out is not None:
+        raise UsageError("--out: is what a recording is written to, and --replay records nothing")
+    passes = read_trace(args.replay)
+    _say(replay_text(passes, EXPERT_BYTES if args.model is None else _expert_bytes(args.model, passes)))
 
 
 def _expert_bytes(model, passes):
@@ -105,20 +228,19 @@ def _expert_bytes(model, passes):
     from k3lib.checkpoint import Checkpoint
     from k3lib.config import read_config
     from k3lib.fileio import UsageError
-    config, asked = read_config(model), {(layer, e) for walk in passes for layer, experts in walk for e in experts}
-    for layer, e in sorted(asked):
-        if not config.first_k_dense_replace <= layer < config.num_hidden_layers or e >= config.num_experts:
-            raise UsageError(f"{model}: the trace asks for expert {e} of layer {layer}, but this model has experts 0..{config.num_experts - 1} "
-                             f"in layers {config.first_k_dense_replace}..{config.num_hidden_layers - 1}: the trace is another model's")
-    return sum(extent.nbytes for extent in Checkpoint(model).expert(*min(asked)).values())
+    config, requested = read_config(model), {(L, e) for layers in passes for L, experts in layers for e in experts}
+    first, end = config.first_k_dense_replace, config.num_hidden_layers
+    for L, e in sorted(requested):
+        if not first <= L < end or e >= config.num_experts:
+            raise UsageError(f"{model}: the trace asks for expert {e} of layer {L}, but this model has experts "
+                             f"0..{config.num_experts - 1} in layers {first}..{end - 1}: the trace is another model's")
+    return sum(extent.nbytes for extent in Checkpoint(model).expert(*min(requested)).values())
 
 
 def _plan(args):
     from k3lib.checkpoint import Checkpoint
-    from k3lib.config import read_config
-    from k3lib.config import is_synthetic
-    from k3lib.engine import whole_number
-    from k3lib.memory import parse_size
+    from k3lib.config import is_synthetic, read_config
+    from k3lib.memory import parse_size, whole_number
     from k3lib.plan import make_plan, measured_readers
     ram, context = parse_size(args.ram), whole_number("context", args.context, 1, 1 << 30)
     config, checkpoint, readers = read_config(args.model), Checkpoint(args.model), None
@@ -131,42 +253,77 @@ def _plan(args):
 
 def _census(args):
     from k3lib.checkpoint import Checkpoint
-    from k3lib.config import read_config
-    from k3lib.config import is_synthetic
+    from k3lib.config import is_synthetic, read_config
     _check_outputs(args.model, args.json)
     config = read_config(args.model)
     census = Checkpoint(args.model).census(experts_per_token=config.num_experts_per_token)
     _say(census.table() + "\nsynthetic weights" * is_synthetic(args.model))
     if args.json:
-        _json(args.json, census.as_dict())
+        _write_json(args.json, census.as_dict())
 
 
 def _verify(args):
     from functools import partial
 
-    from k3lib.fileio import CheckpointError
     from k3lib.config import read_config
-    from k3lib.engine import progress_bar
+    from k3lib.fileio import CheckpointError
     from k3lib.tensors import check_tensors
     from k3lib.verify import manifest_path, manifest_text, verify
-    config = read_config(args.model)
-    target = args.write_manifest and Path(args.write_manifest if args.write_manifest is not True else manifest_path(args.model))
+    config, target = read_config(args.model), args.write_manifest
+    target = Path(manifest_path(args.model) if target is True else target) if target else None
     _check_outputs(args.model, args.json, target)
     found = verify(args.model, config, check_tensors, target or args.manifest, bool(target), show=_say,
                    progress=partial(progress_bar, unit="B", desc="hashing", unit_scale=True))
     _say(found.text())
     if args.json:
-        _json(args.json, found.as_dict())
+        _write_json(args.json, found.as_dict())
     if found.damaged:
-        kept = f"; {target} is not written" if target else ""
-        raise CheckpointError(f"{len(found.damaged)} damaged: {next(iter(found.damaged.values()))}" + " ..." * (len(found.damaged) > 1) + kept)
+        more, unwritten = " ..." * (len(found.damaged) > 1), f"; {target} is not written" if target else ""
+        raise CheckpointError(f"{len(found.damaged)} damaged: {next(iter(found.damaged.values()))}{more}{unwritten}")
     if target:
         _write(target, manifest_text(found.hashes).encode())
-        _say(f"{target}: the hashes of {len(found.hashes)} files, to be read by `k3 verify` or, in the model's folder, `sha256sum -c`")
+        _say(f"{target}: the hashes of {len(found.hashes)} files, to be read by `k3 verify` or, in the model's folder, "
+             "`sha256sum -c`")
+
+
+def pack_trunk(path: str | os.PathLike, folder: str | os.PathLike) -> str:
+    """Copy the trunk of the checkpoint in `path` to `folder`, or go on where that was interrupted; the result's line.
+
+    Raises what `load` and `pack` raise, and UsageError if `folder` is a file or lies in the model's own folder.
+    """
+    from k3lib.checkpoint import Checkpoint
+    from k3lib.config import read_config
+    from k3lib.fileio import UsageError
+    from k3lib.memory import shown_size
+    from k3lib.pack import pack
+    from k3lib.system import disk_bytes
+    from k3lib.tensors import check_tensors, forward_order
+    config, checkpoint, folder = read_config(path), Checkpoint(path), Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder}: is a file, but the packed trunk needs a folder")
+    if checkpoint.path.resolve() in (folder.resolve(), *folder.resolve().parents):
+        raise UsageError(f"{folder}: lies in the model's own folder, which is never written to")
+    check_tensors(config, checkpoint)
+    names, found, began = list(forward_order(config)), len(_shards(folder)), time.perf_counter()
+    nbytes = sum(checkpoint.extent(name).nbytes for name in names)
+    try:
+        with progress_bar(nbytes, "B", desc="packing", unit_scale=True) as bar:
+            pack(checkpoint, names, folder, bar.update)
+    except KeyboardInterrupt as stop:
+        stop.done = f"with {len(_shards(folder))} files in {folder}: the same command goes on from there"
+        raise
+    files = [file.stat() for file in _shards(folder)]
+    size, on_disk = sum(file.st_size for file in files), sum(disk_bytes(file) for file in files)
+    return (f"{folder}: {len(files)} files of {shown_size(size)}, {shown_size(on_disk)} on disk; "
+            f"{len(files) - found} written and {found} found, all compared with {path}, "
+            f"in {time.perf_counter() - began:.1f} s")
+
+
+def _shards(folder):
+    return list(folder.glob("*.safetensors"))
 
 
 def _pack(args):
-    from k3lib.engine import pack_trunk
     _say(pack_trunk(args.model, args.folder))
 
 
@@ -176,6 +333,9 @@ def _synth(args):
                progress=lambda text: print(text, file=sys.stderr, flush=True)))
 
 
+# Arguments
+
+
 def _add_run(parser):
     "The arguments of a decoding run. Returns the group of which one must be given."
     given = parser.add_mutually_exclusive_group(required=True)
@@ -183,134 +343,170 @@ def _add_run(parser):
     given.add_argument("--prompt", metavar="TEXT", help="the prompt as text; names of control tokens in it stay text")
     given.add_argument("--prompt-file", metavar="FILE", help="the prompt as a file's bytes")
     parser.add_argument("--max-new-tokens", metavar="N", default="8")
-    parser.add_argument("--ram", metavar="SIZE", default="8GB", help="most memory to use: 8GB is 8e9 bytes, 8GiB 2^33 (default 8GB)")
-    parser.add_argument("--trunk", metavar="DIR", help="read the trunk from a folder that `k3 pack` has filled from this model")
+    parser.add_argument("--ram", metavar="SIZE", default="8GB",
+                        help="most memory to use: 8GB is 8e9 bytes, 8GiB 2^33 (default 8GB)")
+    parser.add_argument("--trunk", metavar="DIR",
+                        help="read the trunk from a folder that `k3 pack` has filled from this model")
     parser.add_argument("--threads", metavar="N", default=None, help="threads of the arithmetic (default: all cores)")
-    parser.add_argument("--readers", metavar="N", default=None, help="threads that read (default: 4; `k3 plan MODEL --measure` finds what the device wants)")
+    parser.add_argument("--readers", metavar="N", default=None,
+                        help="threads that read (default: 4; `k3 plan MODEL --measure` finds what the device wants)")
     return given
+
+
+def _add_decode(commands):
+    parser = commands.add_parser("decode", help="greedy decoding of a prompt")
+    parser.add_argument("model", help="folder of the checkpoint")
+    _add_run(parser)
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
+    parser.add_argument("--logits", metavar="FILE.npy", help="write every step's logits, float32 [steps, vocab]")
+    parser.set_defaults(run=_decode)
+
+
+def _add_trace(commands):
+    parser = commands.add_parser("trace", help="record which experts a run requests; or what caches would make of "
+                                               "such a record")
+    parser.add_argument("model", nargs="?", help="folder of the checkpoint; with --replay only for the size of an "
+                                                 "expert (default: the released model's)")
+    _add_run(parser).add_argument("--replay", metavar="FILE",
+                                  help="print hit rate against capacity for a trace, and decode nothing")
+    parser.add_argument("--out", metavar="FILE", help="write the trace: pairs of little-endian uint32, layer and "
+                                                      "expert, in the order of the requests")
+    parser.set_defaults(run=_trace)
+
+
+def _add_plan_and_census(commands):
+    parser = commands.add_parser("plan", help="what a budget would be spent on")
+    parser.add_argument("model")
+    parser.add_argument("--ram", metavar="SIZE", default="8GB")
+    parser.add_argument("--context", metavar="N", default="1024",
+                        help="positions there must be room for (default 1024)")
+    parser.add_argument("--measure", action="store_true",
+                        help="read from the model's device for two seconds, and plan with as many readers as it wants")
+    parser.set_defaults(run=_plan)
+    parser = commands.add_parser("census", help="count a checkpoint's tensors and bytes from its headers")
+    parser.add_argument("model")
+    parser.add_argument("--json", metavar="FILE")
+    parser.set_defaults(run=_census)
+
+
+def _add_verify(commands):
+    parser = commands.add_parser("verify", help="check every file: headers, sizes, and hashes against a manifest or "
+                                                "what the download left behind; goes on where it was broken off")
+    parser.add_argument("model")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--manifest", metavar="FILE", help="a sha256sum file of the model's files (default: "
+                                                          "MODEL.sha256 beside the model, if there is one)")
+    which.add_argument("--write-manifest", metavar="FILE", nargs="?", const=True,
+                       help="write one, if nothing is damaged (default: MODEL.sha256 beside the model)")
+    parser.add_argument("--json", metavar="FILE", help="write the account as JSON")
+    parser.set_defaults(run=_verify)
+
+
+def _add_pack_and_synth(commands):
+    parser = commands.add_parser("pack", help="copy the trunk, read at every token, to a faster disk; goes on where it "
+                                              "was broken off")
+    parser.add_argument("model")
+    parser.add_argument("folder", metavar="DIR")
+    parser.set_defaults(run=_pack)
+    parser = commands.add_parser("synth", help="write a checkpoint of the released layout with made-up weights")
+    parser.add_argument("folder", metavar="DIR")
+    parser.add_argument("--preset", choices=["full", "slice", "oracle"], default="full")
+    parser.add_argument("--seed", type=int, default=0)
+    for name, what in (("layers", "layers"), ("experts", "experts a layer"), ("vocab", "ids in the vocabulary")):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} (default: the preset's)")
+    parser.set_defaults(run=_synth)
 
 
 def _parser():
     parser = argparse.ArgumentParser(prog="k3", description="Kimi K3, decoded under the memory budget you choose.")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", required=True)
-
-    decode = commands.add_parser("decode", help="greedy decoding of a prompt")
-    decode.add_argument("model", help="folder of the checkpoint")
-    _add_run(decode)
-    decode.add_argument("--json", metavar="FILE", help="write the report as JSON")
-    decode.add_argument("--logits", metavar="FILE.npy", help="write every step's logits, float32 [steps, vocab]")
-    decode.set_defaults(run=_decode)
-
-    trace = commands.add_parser("trace", help="record which experts a run requests; or what caches would make of such a record")
-    trace.add_argument("model", nargs="?", help="folder of the checkpoint; with --replay only for the size of an expert (default: the released model's)")
-    _add_run(trace).add_argument("--replay", metavar="FILE", help="print hit rate against capacity for a trace, and decode nothing")
-    trace.add_argument("--out", metavar="FILE", help="write the trace: pairs of little-endian uint32, layer and expert, in the order of the requests")
-    trace.set_defaults(run=_trace)
-
-    plan = commands.add_parser("plan", help="what a budget would be spent on")
-    plan.add_argument("model")
-    plan.add_argument("--ram", metavar="SIZE", default="8GB")
-    plan.add_argument("--context", metavar="N", default="1024", help="positions there must be room for (default 1024)")
-    plan.add_argument("--measure", action="store_true", help="read from the model's device for two seconds, and plan with as many readers as it wants")
-    plan.set_defaults(run=_plan)
-
-    census = commands.add_parser("census", help="count a checkpoint's tensors and bytes from its headers")
-    census.add_argument("model")
-    census.add_argument("--json", metavar="FILE")
-    census.set_defaults(run=_census)
-
-    verify = commands.add_parser("verify", help="check every file: headers, sizes, and hashes against a manifest or what the download left behind; "
-                                                "goes on where it was broken off")
-    verify.add_argument("model")
-    which = verify.add_mutually_exclusive_group()
-    which.add_argument("--manifest", metavar="FILE", help="a sha256sum file of the model's files (default: MODEL.sha256 beside the model, if there is one)")
-    which.add_argument("--write-manifest", metavar="FILE", nargs="?", const=True, help="write one, if nothing is damaged (default: MODEL.sha256 beside the model)")
-    verify.add_argument("--json", metavar="FILE", help="write the account as JSON")
-    verify.set_defaults(run=_verify)
-
-    pack = commands.add_parser("pack", help="copy the trunk, read at every token, to a faster disk; goes on where it was broken off")
-    pack.add_argument("model")
-    pack.add_argument("folder", metavar="DIR")
-    pack.set_defaults(run=_pack)
-
-    synth = commands.add_parser("synth", help="write a checkpoint of the released layout with made-up weights")
-    synth.add_argument("folder", metavar="DIR")
-    synth.add_argument("--preset", choices=["full", "slice", "oracle"], default="full")
-    synth.add_argument("--seed", type=int, default=0)
-    for name, what in (("layers", "layers"), ("experts", "experts a layer"), ("vocab", "ids in the vocabulary")):
-        synth.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} (default: the preset's)")
-    synth.set_defaults(run=_synth)
+    for add in (_add_decode, _add_trace, _add_plan_and_census, _add_verify, _add_pack_and_synth):
+        add(commands)
     return parser
 
 
-def _exit_code(error):
-    "2 usage, config or plan refused; 4 weights unreadable or damaged; 1 anything else."
-    from k3lib.fileio import CheckpointError
-    from k3lib.config import ConfigError
-    from k3lib.trace import TraceError
-    from k3lib.fileio import UsageError
-    from k3lib.synth import SynthError
-    from k3lib.tokenizer import TokenizerError
-    if isinstance(error, CheckpointError):
-        return 4
-    return 2 if isinstance(error, (UsageError, TraceError, ConfigError, TokenizerError, SynthError, FileNotFoundError, NotADirectoryError)) else 1
-
+# Signals
 
 STOPPING = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-GRACE = 1.4  # seconds from a signal to the end, come what may
-_came = []  # signals that this command has had
+GRACE = 1.4  # seconds from a signal to the end of the process, whatever it is doing
+_came: list[int] = []  # the signals that this command has received
 
 
 @contextlib.contextmanager
-def _stopping(command):
+def _stopping(command) -> Iterator[list[int]]:
     """The first SIGINT or SIGTERM raises KeyboardInterrupt, later ones do nothing. Yields the list of those that came.
 
-    Python runs its handler between two instructions. It does not come to that while a read stalls or a kernel is long, so a thread hears of the
-    signal too, and ends the process if it is still there after GRACE seconds.
+    Python runs a signal's handler between two instructions. While a read stalls or a kernel runs long there is no such
+    moment. So a thread hears of the signal too, through a pipe, and ends the process if it is still alive after GRACE
+    seconds.
     """
-    came, (reader, writer) = _came, os.pipe()
-    came.clear()
-
-    def heed(number, frame):
-        if not came:
-            came.append(number)
-            raise KeyboardInterrupt
-
-    def watch():
-        number = os.read(reader, 1)[0]
-        if number:
-            time.sleep(GRACE)
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                os.write(sys.stderr.fileno(), f"k3 {command}: {STOPPING[number]} in the middle of a read or a product that did not end\n".encode())
-            os._exit(128 + number)
-
-    def lost(unraisable):
-        "A signal heard inside a callback of a library, which drops it: the walk raises it again (_say), and there is nothing to show."
-        if not (came and unraisable.exc_type is KeyboardInterrupt):
-            hook(unraisable)
-
-    hook, sys.unraisablehook = sys.unraisablehook, lost
-    os.set_blocking(writer, False)
-    before = {number: signal.signal(number, heed) for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN}
+    from k3lib.system import make_nonblocking
+    _came.clear()
+    reader, writer = os.pipe()
+    make_nonblocking(writer)
+    hook, sys.unraisablehook = sys.unraisablehook, _hook_without_lost_signals(sys.unraisablehook)
+    heard = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _receive) for number in heard}
     others = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    watcher = threading.Thread(target=watch, name="k3-signals", daemon=True)
+    watcher = threading.Thread(target=_end_late, args=(command, reader), name="k3-signals", daemon=True)
     watcher.start()
     try:
-        yield came
+        yield _came
     finally:
         sys.unraisablehook = hook
         signal.set_wakeup_fd(others)
-        if not came:  # else the watcher stays, in case the end of the process takes long
+        if not _came:  # otherwise the watcher stays, in case the end of the process takes long
             os.write(writer, b"\0")
             watcher.join()
             os.close(reader), os.close(writer)
         for number, handler in before.items():
-            signal.signal(number, signal.SIG_IGN if came else handler)
+            signal.signal(number, signal.SIG_IGN if _came else handler)
 
 
-def main(argv=None):
-    "Run one command and return its exit code: 0, what _exit_code says, or 128 and the number of the signal that ended it."
+def _receive(number, frame):
+    "The signal handler."
+    if not _came:
+        _came.append(number)
+        raise KeyboardInterrupt
+
+
+def _end_late(command, reader):
+    "The watcher's thread: wait in the pipe for a signal's number, then end the process after GRACE seconds; 0 ends it."
+    number = os.read(reader, 1)[0]
+    if number:
+        time.sleep(GRACE)
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            line = f"k3 {command}: {STOPPING[number]} in the middle of a read or a product that did not end\n"
+            os.write(sys.stderr.fileno(), line.encode())
+        os._exit(128 + number)
+
+
+def _hook_without_lost_signals(hook):
+    """sys.unraisablehook that is silent about a signal's KeyboardInterrupt.
+
+    A library drops an exception that is raised in its callback. The next _say raises this one again, so there is
+    nothing to show.
+    """
+    def shown(unraisable):
+        if not (_came and unraisable.exc_type is KeyboardInterrupt):
+            hook(unraisable)
+    return shown
+
+
+# From errors to exit codes
+
+
+def _exit_code(error):
+    "2 usage, config or plan refused; 4 weights unreadable or damaged; 1 anything else."
+    from k3lib.fileio import K3Error
+    if isinstance(error, K3Error):
+        return error.exit_code
+    return 2 if isinstance(error, (FileNotFoundError, NotADirectoryError)) else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    "Run one command and return its exit code: 0, what _exit_code says, or 128 plus the number of the signal that came."
     args = _parser().parse_args(argv)
     if threading.current_thread() is not threading.main_thread():
         return _main(args, [])
@@ -320,24 +516,27 @@ def main(argv=None):
 
 def _main(args, came):
     try:
-        if sys.stdout is None:  # closed by whoever started us: print would lose the answer without a word
+        if sys.stdout is None:  # closed by the caller: print would lose the answer without a word
             raise OutputLost("standard output is closed")
-        if getattr(args, "model", None) == "":  # the folder this runs in would do for it
+        if getattr(args, "model", None) == "":  # an empty path is the current folder
             raise FileNotFoundError("MODEL is empty, expected a folder")
         args.run(args)
         return 0
     except (Exception, KeyboardInterrupt) as error:
         if args.debug:
             raise
-        if came or isinstance(error, KeyboardInterrupt):  # an import that is broken off raises what it likes
-            number = came[0] if came else signal.SIGINT
-            code, text = 128 + number, f"{STOPPING[number]} {getattr(error, 'done', '')}".rstrip()
-        else:
-            code, text = 1, str(error)
-            with contextlib.suppress(Exception):  # where it was an import that failed, it fails again
-                code = _exit_code(error)
-            if code == 1 and not isinstance(error, OutputLost):
-                text = f"{type(error).__name__}: {error}"
+        code, text = _outcome(error, came)
         if sys.stderr is not None:
             print(f"k3 {args.command}: {text}", file=sys.stderr)
         return code
+
+
+def _outcome(error, came):
+    "(exit code, one line) for what ended a command."
+    if came or isinstance(error, KeyboardInterrupt):  # an interrupted import raises whatever it likes
+        number = came[0] if came else signal.SIGINT
+        return 128 + number, f"{STOPPING[number]} {getattr(error, 'done', '')}".rstrip()
+    code = 1
+    with contextlib.suppress(Exception):  # where an import has failed, it fails again
+        code = _exit_code(error)
+    return code, str(error) if code != 1 or isinstance(error, OutputLost) else f"{type(error).__name__}: {error}"

@@ -5,299 +5,452 @@ Made from book/05_streaming/22_engine.py: edit that, then run `make export`.
 
 import contextlib
 import dataclasses
-import sys
+import os
+import threading
 import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 import numpy as np
-from tqdm import tqdm
 from k3lib.parallel import CORES
-from k3lib.system import return_freed_memory
-from k3lib.fileio import UsageError
-from k3lib.config import is_synthetic, read_config
-from k3lib.tensors import check_tensors, forward_order, is_router, part_of, row_multiples
+from k3lib.matmul import NotFinite, bf16_to_float32
+from k3lib.system import peak_bytes, read_call_bytes, return_freed_memory
+from k3lib.fileio import CheckpointError, UsageError
+from k3lib.config import Config, is_synthetic, read_config
+from k3lib.tensors import (
+    EMBED, check_tensors, expert_name, forward_order, is_router, layer_of, part_of, row_multiples, used_entries,
+)
+from k3lib.header import Extent
 from k3lib.checkpoint import Checkpoint
-from k3lib.model import Model, check_range
+from k3lib.model import Model, Sequence
 from k3lib.disk import Files, MAX_READERS
 from k3lib.trunk import Trunk
 from k3lib.experts import Experts
-from k3lib.memory import parse_size, peak_bytes, read_call_bytes, shown_size
-from k3lib.plan import Plan, READ_AHEAD, expert_readers, make_plan
-from k3lib.pack import Packed, pack
-from k3lib.tokenizer import open_tokenizer
+from k3lib.memory import parse_size, shown_size, whole_number
+from k3lib.layout import READ_AHEAD
+from k3lib.plan import Plan, make_plan
+from k3lib.pack import Packed
+from k3lib.state import load_sequence, model_fingerprint, save_sequence
+from k3lib.tokenizer import Tokenizer, open_tokenizer
 
 
-@dataclasses.dataclass
+class Step(NamedTuple):
+    "One generated token: its id, the seconds it took, and the bytes read for it by part."
+    token: int
+    seconds: float
+    bytes_read: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
-    "What a run did and what it cost. Bytes are bytes, times are seconds."
+    "What a model has done so far and what that cost. Bytes are bytes, times are seconds."
     model: str
     synthetic: bool
     threads: int
     plan: Plan
-    trunk: str | None = None  # the folder of a packed trunk
-    ids: list = dataclasses.field(default_factory=list)
-    step_seconds: list = dataclasses.field(default_factory=list)
-    step_bytes: list = dataclasses.field(default_factory=list)  # bytes read in each step, by part
-    wall_seconds: float = 0.0
-    io_wait_seconds: float = 0.0
-    peak_rss_bytes: int | None = None
-    bytes_read: dict = dataclasses.field(default_factory=dict)
-    expert_requests: int = 0
-    expert_hits: int = 0
-    files: dict = dataclasses.field(default_factory=dict)
-    asked_bytes: int = 0
-    kernel_bytes: int | None = None
-    read_bytes_per_second: float = 0.0
+    trunk: str | None  # the folder of a packed trunk
+    ids: list[int]
+    step_seconds: list[float]
+    step_bytes: list[dict[str, int]]  # bytes read in each step, by part
+    wall_seconds: float
+    io_wait_seconds: float
+    peak_rss_bytes: int | None
+    bytes_read: dict[str, int]
+    expert_requests: int
+    expert_hits: int
+    files: dict[str, str]  # file name -> how it is read
+    asked_bytes: int
+    kernel_bytes: int | None
+    read_bytes_per_second: float
 
     @property
-    def compute_seconds(self):
+    def compute_seconds(self) -> float:
+        "Seconds of forward passes in which the arithmetic did not wait for bytes."
         return self.wall_seconds - self.io_wait_seconds
 
-    def as_dict(self):
-        return {**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
-                "plan": self.plan.as_dict(), "compute_seconds": self.compute_seconds}
+    def as_dict(self) -> dict:
+        "Plain data, ready for JSON."
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {**fields, "plan": self.plan.as_dict(), "compute_seconds": self.compute_seconds}
 
-    def text(self):
+    def text(self) -> str:
         "The report as a table."
-        peak = "not told by this system" if self.peak_rss_bytes is None else (
-            f"{shown_size(self.peak_rss_bytes)} ({100 * self.peak_rss_bytes / self.plan.total:.0f}% of the plan's {shown_size(self.plan.total)})")
-        how = {}
-        for name, way in self.files.items():
-            how.setdefault(way, []).append(name)
         rows = [
             ("model", self.model + " (synthetic weights)" * self.synthetic),
             ("trunk", "read from the model's own files" if self.trunk is None else f"packed in {self.trunk}"),
             ("tokens", f"{len(self.ids)} new, {self.threads} threads"),
-            ("seconds a step", ", ".join(f"{s:.3g}" for s in self.step_seconds[:6]) + (", ..." if len(self.step_seconds) > 6 else "")),
-            ("wall", f"{self.wall_seconds:.2f} s: {self.compute_seconds:.2f} s computing, {self.io_wait_seconds:.2f} s waiting for bytes"),
+            ("seconds a step", self._seconds()),
+            ("wall", f"{self.wall_seconds:.2f} s: {self.compute_seconds:.2f} s computing, "
+                     f"{self.io_wait_seconds:.2f} s waiting for bytes"),
             ("read", _by_part(self.bytes_read)),
             ("in the last step", _by_part(self.step_bytes[-1]) if self.step_bytes else "no step yet"),
-            ("read calls", f"{shown_size(self.asked_bytes)} in whole pages, "
-                           + ("the system keeps no count" if self.kernel_bytes is None else f"the system counted {shown_size(self.kernel_bytes)}, compiled kernels included")
-                           + f"; {shown_size(self.read_bytes_per_second)}/s a reader"),
+            ("read calls", self._read_calls()),
             ("experts", f"{self.expert_requests} requested, {self.expert_hits} of them resident"),
-            ("files", "; ".join(f"{len(names)} {way}" for way, names in how.items())),
-            ("peak memory", peak),
+            ("files", self._read_modes()),
+            ("peak memory", self._peak()),
         ]
-        return "\n".join(["report", *(f"  {k:<18}{v}" for k, v in rows)])
+        return "\n".join(["report", *(f"  {name:<18}{value}" for name, value in rows)])
+
+    def _seconds(self):
+        first = ", ".join(f"{seconds:.3g}" for seconds in self.step_seconds[:6])
+        return first + ", ..." * (len(self.step_seconds) > 6)
+
+    def _read_calls(self):
+        counted = ("the system keeps no count" if self.kernel_bytes is None
+                   else f"the system counted {shown_size(self.kernel_bytes)}, compiled kernels included")
+        return (f"{shown_size(self.asked_bytes)} in whole pages, {counted}; "
+                f"{shown_size(self.read_bytes_per_second)}/s a reader")
+
+    def _read_modes(self):
+        modes = list(dict.fromkeys(self.files.values()))
+        return "; ".join(f"{list(self.files.values()).count(mode)} {mode}" for mode in modes)
+
+    def _peak(self):
+        if self.peak_rss_bytes is None:
+            return "not told by this system"
+        share = 100 * self.peak_rss_bytes / self.plan.total
+        return f"{shown_size(self.peak_rss_bytes)} ({share:.0f}% of the plan's {shown_size(self.plan.total)})"
 
 
 def _by_part(bytes_read):
     return ", ".join(f"{part} {shown_size(n)}" for part, n in bytes_read.items())
 
 
-class Decoder(Model):
-    "A Model that knows its plan, generates greedily and keeps the account. Made by `load`."
+class Engine:
+    """A model that decodes under its plan, and the one sequence it is reading. Made by `load`.
 
-    def __init__(self, config, trunk, experts, plan, report, stop, tokenizer, read_before):
-        self._read_before, self._report = read_before, report
-        self.plan, self.threads, self.stop, self.tokenizer = plan, report.threads, stop, tokenizer
-        super().__init__(config, trunk, experts, plan.context, plan.chunk)
+    One call at a time, in the process that made it: a second thread and a forked child get a RuntimeError. So does a
+    call that would go on from an interrupted forward pass, until reset() or load_state().
 
-    def forward(self, ids, last_only=False, watch=None):
-        began, waited = time.perf_counter(), self._waited()
-        result = super().forward(ids, last_only, watch)
-        self.trunk.files.check()
-        self._report.wall_seconds += time.perf_counter() - began
-        self._report.io_wait_seconds += self._waited() - waited
-        return result
+    `config`, `plan`, `tokenizer` (or None), `stop` (ids that end an answer). `chunk`: the most tokens of a forward
+    pass. `on_layer(L)` is called after every layer of every pass: a token takes seconds. `steps`: a Step for each
+    generated token.
+    """
 
-    forward.__doc__ = Model.forward.__doc__
+    def __init__(self, source: "Source", plan: Plan, files: Files, trunk: Trunk, experts: Experts, threads: int,
+                 read_before: int | None):
+        self.source, self.plan, self.files, self.trunk, self.experts = source, plan, files, trunk, experts
+        self.config, self.tokenizer, self.threads = source.config, source.tokenizer, threads
+        self.chunk, self.context = plan.chunk, plan.context
+        self.stop = frozenset(self.config.eos_token_ids)
+        if self.tokenizer:
+            self.stop |= frozenset(self.tokenizer.stop_ids)
+        self.on_layer: Callable[[int], object] = lambda L: None
+        self.steps: list[Step] = []
+        self._wall_seconds = self._io_wait_seconds = 0.0
+        self._read_before = read_before  # what read_call_bytes said before the first weight was read
+        self._process, self._call, self._closed = os.getpid(), threading.Lock(), False
+        self._moves = 0  # grows with every call that may move the sequence
+        self._fingerprint: str | None = None
+        check_vectors(self.config, trunk, files)
+        self.model = Model(self.config, self._embedding, trunk.take, experts, threads)
+        self.sequence = Sequence(self.config, self.context)
+
+    @contextlib.contextmanager
+    def _alone(self):
+        "A call that reads or moves the sequence. RuntimeError in a forked process, when closed, during another call."
+        if os.getpid() != self._process:
+            raise RuntimeError(f"this model belongs to process {self._process}, whose readers this one, forked from "
+                               "it, has not: load one here")
+        if self._closed:
+            raise RuntimeError("this model is closed: load one")
+        if not self._call.acquire(blocking=False):
+            raise RuntimeError("another call of this model is under way: one at a time, so load a model for each "
+                               "thread")
+        try:
+            self._moves += 1
+            yield
+        finally:
+            self._call.release()
+
+    def _check_complete(self):
+        if not self.sequence.complete:
+            raise RuntimeError("a pass was broken off, so some layers have read a token that others have not: "
+                               "reset() or load_state() first")
+
+    def prefill(self, ids: Iterable[int] | int) -> np.ndarray:
+        "Read `ids` (1 or more) after what came before; logits float32 [vocab] of the last. Raises what forward raises."
+        return self.forward(ids, last_only=True)[-1]
+
+    def step(self, token: int) -> np.ndarray:
+        "Read one id; logits float32 [vocab]."
+        return self.prefill([token])
+
+    def forward(self, ids: Iterable[int] | int, last_only: bool = False, watch: Callable | None = None) -> np.ndarray:
+        """Read `ids`; logits float32 [T, vocab], or [1, vocab] of the last one. The bits do not depend on `chunk`.
+
+        `watch(name, layer, value)` is shown what Model.forward shows, a chunk at a time. Raises UsageError for ids that
+        are none or do not fit the context, and CheckpointError for weights that cannot be read or are damaged.
+        """
+        with self._alone():
+            ids = self._checked(ids)
+            began, waited, rows = time.perf_counter(), self._waited(), []
+            for first in range(0, len(ids), self.chunk):
+                chunk = ids[first:first + self.chunk]
+                wanted = len(chunk) if not last_only else int(first + len(chunk) == len(ids))
+                rows.append(self._pass(chunk, wanted, watch))
+            self.files.check()
+            self._wall_seconds += time.perf_counter() - began
+            self._io_wait_seconds += self._waited() - waited
+            return rows[-1] if last_only else np.concatenate(rows)
+
+    def _pass(self, chunk, wanted, watch):
+        "One forward pass: logits float32 [wanted, vocab]."
+        def watched(name, L, value):
+            if watch is not None:
+                watch(name, L, value)
+            if name == "hidden":
+                self.on_layer(L)
+
+        self.trunk.begin()
+        try:
+            return self.model.forward(chunk, self.sequence, wanted, watched)
+        except NotFinite as error:
+            raise CheckpointError(self._cause(error)) from None
 
     def _waited(self):
         return self.trunk.wait_seconds + self.experts.wait_seconds
 
-    def generate(self, ids, max_new_tokens=8, on_logits=None):
+    def _checked(self, ids):
+        "The ids as a list of int. Raises UsageError for what is no id or does not fit, RuntimeError before a reset."
+        self._check_complete()
+        ids = list(ids) if isinstance(ids, Iterable) and not isinstance(ids, (str, bytes)) else [ids]
+        if not ids:
+            raise UsageError("the prompt is empty: at least one token id is needed")
+        for i in ids:
+            if not isinstance(i, (int, np.integer)) or isinstance(i, bool):
+                raise UsageError(f"{i!r} is not a token id: whole numbers are needed")
+        check_vocabulary(ids, self.config)
+        if self.position + len(ids) > self.context:
+            raise UsageError(f"{self.position} + {len(ids)} positions do not fit the context of {self.context} "
+                             "this model was loaded for")
+        return [int(i) for i in ids]
+
+    def generate(self, ids: Iterable[int], max_new_tokens: int = 8,
+                 on_logits: Callable[[np.ndarray], object] | None = None) -> Iterator[int]:
         """Greedy decoding of a new sequence: yields up to `max_new_tokens` ids, the last an end id if one comes.
 
-        The largest logit wins, ties go to the lower id. `on_logits` is shown each step's logits, float32 [vocab]. A model
-        carries one sequence: whoever resets it or reads on meanwhile ends this one with a RuntimeError.
+        `on_logits` is shown each step's logits, float32 [vocab]. An engine has one sequence: if another call has moved
+        it since the last token, this generator ends with a RuntimeError.
         """
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 30)
         self.reset()
-        fed = list(ids)
+        unread = list(ids)
         for _ in range(max_new_tokens):
-            began, before = time.perf_counter(), dict(self.trunk.files.bytes_read)
-            logits = self.prefill(fed)
+            began, before = time.perf_counter(), dict(self.files.bytes_read)
+            logits = self.prefill(unread)
             token = int(np.argmax(logits))
-            self._report.step_seconds.append(time.perf_counter() - began)
-            self._report.step_bytes.append({part: n - before[part] for part, n in self.trunk.files.bytes_read.items()})
-            self._report.ids.append(token)
+            bytes_read = {part: n - before[part] for part, n in self.files.bytes_read.items()}
+            self.steps.append(Step(token, time.perf_counter() - began, bytes_read))
             if on_logits is not None:
                 on_logits(logits)
-            mine = self.turn
+            moves = self._moves
             yield token
             if token in self.stop:
                 return
-            if self.turn != mine:
+            if self._moves != moves:
                 raise RuntimeError("the model has begun or read another sequence since: one sequence at a time")
-            fed = [token]
+            unread = [token]
 
     @property
-    def report(self):
-        "The Report of everything this model has done so far."
-        r, files = self._report, self.trunk.files
-        r.asked_bytes, counted = files.moved, read_call_bytes()
-        r.kernel_bytes = None if counted is None else counted - self._read_before
-        r.read_bytes_per_second = sum(files.bytes_read.values()) / files.read_seconds if files.read_seconds else 0.0
-        r.peak_rss_bytes = peak_bytes()
-        r.bytes_read = dict(files.bytes_read)
-        r.expert_requests, r.expert_hits = self.experts.requests, self.experts.hits
-        r.files = files.how()
-        return r
+    def position(self) -> int:
+        "Tokens of the sequence read so far."
+        return self.sequence.position
+
+    def reset(self) -> None:
+        "Forget the sequence: zero KDA states, empty KV caches, position 0."
+        with self._alone():
+            self.sequence.reset()
+
+    def save_state(self, file: str | os.PathLike) -> None:
+        "Write the sequence to `file`, whole or not at all: a safetensors file (5.20). Raises OSError."
+        with self._alone():
+            self._check_complete()
+            save_sequence(file, self.sequence, self.fingerprint())
+
+    def load_state(self, file: str | os.PathLike) -> None:
+        """Go on with the sequence that save_state has written to `file`, at any budget, number of threads and context.
+
+        Raises FileNotFoundError, StateError for a file that is damaged or of another model or version, UsageError if
+        the context is too small; the sequence has not changed then. A file that changes or fails during the second
+        reading leaves a sequence to be reset.
+        """
+        with self._alone():
+            load_sequence(file, self.sequence, self.fingerprint())
+
+    def fingerprint(self) -> str:
+        "What saved states call this model (5.20.2), in hex. The first call reads a row of every matrix."
+        if self._fingerprint is None:
+            tensors = ((name, extent, self._first_row(name, extent)) for name, extent in self.trunk.extents.items())
+            self._fingerprint = model_fingerprint(self.config, tensors)
+        return self._fingerprint
+
+    def _first_row(self, name, extent):
+        "All of a vector, the first row of a matrix."
+        value = self.trunk.resident.get(name)
+        return value if isinstance(value, np.ndarray) else self.files.array(extent, "other", 0, 1)
+
+    def close(self) -> None:
+        """End the readers, close the shards and give the weights' memory back; `with` does it too.
+
+        A forked process has neither readers nor shards to close, so there this does nothing.
+        """
+        if os.getpid() != self._process:
+            return
+        self._closed = True
+        self.experts.close()
+        self.trunk.close()
+        self.files.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    @property
+    def report(self) -> Report:
+        "A Report of everything this model has done so far."
+        files, counted = self.files, read_call_bytes()
+        from_kernel = None if counted is None or self._read_before is None else counted - self._read_before
+        seconds = files.read_seconds
+        return Report(
+            model=self.source.path, synthetic=self.source.synthetic, threads=self.threads, plan=self.plan,
+            trunk=self.source.trunk_folder,
+            ids=[step.token for step in self.steps], step_seconds=[step.seconds for step in self.steps],
+            step_bytes=[step.bytes_read for step in self.steps],
+            wall_seconds=self._wall_seconds, io_wait_seconds=self._io_wait_seconds,
+            peak_rss_bytes=peak_bytes(), bytes_read=dict(files.bytes_read),
+            expert_requests=self.experts.requests, expert_hits=self.experts.hits, files=files.how(),
+            asked_bytes=files.moved, kernel_bytes=from_kernel,
+            read_bytes_per_second=sum(files.bytes_read.values()) / seconds if seconds else 0.0)
+
+    def _embedding(self, i):
+        "Row i of the embedding, float32 [H]. Raises CheckpointError for a number that is not finite."
+        row = self.trunk.row(EMBED, i)
+        if not np.isfinite(row).all():
+            raise CheckpointError(not_finite_in(self.files, self.source.checkpoint.extent(EMBED), EMBED, i, i + 1))
+        return row
+
+    def _cause(self, error):
+        "One line on a NotFinite: the damaged number in the rows it names, or the tensor where an activation overflows."
+        name, L = error.tensor, layer_of(error.tensor)
+        with_numbers = name  # the tensor whose rows may hold what is not finite
+        if error.matrix:
+            e, matrix = error.matrix
+            name, with_numbers = expert_name(L, e, matrix), expert_name(L, e, f"{matrix}_scale")
+        if error.rows:
+            damage = not_finite_in(self.files, self._extent(with_numbers), with_numbers, *error.rows)
+            if damage:
+                return damage
+        where = "after the last layer" if L is None else f"layer {L}"
+        return (f"{self._extent(name).file}: {where}, {name}: {error}; what the file holds there is finite: "
+                "an activation overflows")
+
+    def _extent(self, name):
+        "Where a tensor is read from: a packed trunk's folder, or the checkpoint's."
+        return self.trunk.extents.get(name) or self.source.checkpoint.extent(name)
 
 
-def load(path, ram="8GB", trunk=None, threads=None, context=1024, prompt_tokens=None, on_plan=None, progress=None, readers=None):
-    """A Decoder for the checkpoint in folder `path`, for a process that may hold `ram` bytes of memory in all ("8GB", "1GiB", an int): what
-    it holds already, other models too, counts. Two that load at once do not know of each other.
+def check_vocabulary(ids: Iterable[int], config: Config) -> None:
+    "Raise UsageError for an id that is not in the vocabulary."
+    for i in ids:
+        if not 0 <= i < config.vocab_size:
+            raise UsageError(f"token id {i} is out of range: the vocabulary has ids 0..{config.vocab_size - 1}")
 
-    `trunk`: a folder that pack_trunk has filled from this checkpoint, to read the trunk from. `threads`: arithmetic threads,
-    all cores if None. `context`: positions there must be room for. `prompt_tokens`: the longest prompt, if known: the
-    prefill chunk need not be larger. `on_plan` is shown the Plan before anything large is allocated, `progress` the bytes
-    of each tensor pinned. `readers`: threads that read, of the trunk and of experts, at least one a thread of arithmetic; see
-    `k3 plan --measure`. Raises ConfigError, CheckpointError, TokenizerError, UsageError and FileNotFoundError.
+
+def not_finite_in(files: Files, extent: Extent, name: str, begin: int, end: int) -> str | None:
+    "What is wrong in rows begin..end of a tensor, one line, or None: its first infinity, NaN or E8M0 scale of 255."
+    rows = files.array(extent, "other", begin, end - begin)
+    values = bf16_to_float32(rows) if extent.dtype == "BF16" else rows
+    bad = rows == 255 if extent.dtype == "U8" else ~np.isfinite(values)
+    if not bad.any():
+        return None
+    row, *columns = np.argwhere(bad)[0].tolist()
+    value, kind = rows[row, *columns], {"U8": "E8M0 scale", "BF16": "bfloat16", "F32": "float32"}[extent.dtype]
+    found = f"{kind} 0x{value:04x}" if extent.dtype == "BF16" else f"{kind} {value}"
+    place = ", ".join([f"row {begin + row}", *(f"column {i}" for i in columns)])
+    return f"{extent.file}: {name}, {place}: {found}, expected a finite number: damaged"
+
+
+def check_vectors(config: Config, trunk: Trunk, files: Files) -> None:
+    "Raise CheckpointError, naming file, tensor and row, for a vector of the trunk that is not finite."
+    for name, value in trunk.resident.items():
+        if isinstance(value, np.ndarray) and not np.isfinite(value[:used_entries(config, name)]).all():
+            extent = trunk.extents[name]
+            raise CheckpointError(not_finite_in(files, extent, name, 0, extent.shape[0]))
+
+
+class Source(NamedTuple):
+    "A checkpoint's folder, read as far as its headers."
+    path: str
+    config: Config
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer | None
+    synthetic: bool
+    trunk: Checkpoint | Packed  # where the trunk is read from
+    trunk_folder: str | None
+
+
+def open_source(path: str | os.PathLike, trunk: str | os.PathLike | None) -> Source:
+    "Read and check a checkpoint's config, headers and tokenizer, and the headers of a packed trunk in folder `trunk`."
+    config, checkpoint = read_config(path), Checkpoint(path)
+    check_tensors(config, checkpoint)
+    packed = checkpoint if trunk is None else Packed(checkpoint, list(forward_order(config)), trunk)
+    tokenizer, trunk_folder = open_tokenizer(path, config), None if trunk is None else str(trunk)
+    return Source(str(path), config, checkpoint, tokenizer, is_synthetic(path), packed, trunk_folder)
+
+
+def start(source: Source, plan: Plan, threads: int, progress: Callable[[int], object] | None) -> Engine:
+    "Read what the plan pins, start the readers, and return the Engine that owns them."
+    config, checkpoint, order = source.config, source.checkpoint, list(forward_order(source.config))
+    with contextlib.ExitStack() as undo:
+        files, read_before = Files(source.trunk.fingerprints), read_call_bytes()
+        undo.callback(files.close)
+        rows, slots = plan.layout.trunk.rows, plan.layout.experts.slots
+        trunk = Trunk(source.trunk, order, plan.pinned, row_multiples(config), files, part_of, rows.count,
+                      rows.nbytes, plan.layout.trunk.readers, progress, READ_AHEAD, frozenset(filter(is_router, order)))
+        undo.callback(trunk.close)
+        experts = Experts(lambda L, e: list(checkpoint.expert(L, e).values()), files, slots.count, slots.nbytes,
+                          plan.layout.experts.readers, plan.layout.experts.layers)
+        undo.callback(experts.close)
+        engine = Engine(source, plan, files, trunk, experts, threads, read_before)
+        undo.pop_all()
+        return engine
+
+
+def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLike | None = None,
+         threads: int | None = None, *, context: int = 1024, prompt_tokens: int | None = None,
+         readers: int | None = None, on_plan: Callable[[Plan], object] | None = None,
+         progress: Callable[[int], object] | None = None) -> Engine:
+    """An Engine for the checkpoint in folder `path`.
+
+    `ram`: bytes of memory that this process may hold ("8GB", "1GiB", an int).
+
+    What it holds already counts, other models too. Two models that load at the same time do not know of each
+    other.
+
+    `trunk`: a folder that `k3 pack` has filled from this checkpoint, to read the trunk from. `threads`: threads of
+    arithmetic, all cores if None. `context`: positions for which there must be room. `prompt_tokens`: the longest
+    prompt, if known: the prefill chunk need not be larger. `readers`: threads that read, at least one for each thread
+    of arithmetic; see `k3 plan --measure`. `on_plan` is shown the Plan before anything large is allocated, `progress`
+    the bytes of each tensor pinned. Raises ConfigError, CheckpointError, TokenizerError, UsageError and
+    FileNotFoundError.
     """
     return_freed_memory()
     budget = parse_size(ram)
     threads = CORES if threads is None else whole_number("threads", threads, 1, CORES)
     readers = None if readers is None else whole_number("readers", readers, 1, MAX_READERS)
     context = whole_number("context", context, 1, 1 << 30)
-    config = read_config(path)
-    checkpoint = Checkpoint(path)
-    check_tensors(config, checkpoint)
-    walk = list(forward_order(config))
-    source = checkpoint if trunk is None else Packed(checkpoint, walk, trunk)
-    tokenizer = open_tokenizer(path, config)
-    plan = make_plan(config, checkpoint, budget, context, prompt_tokens, threads, readers)
+    source = open_source(path, trunk)
+    plan = make_plan(source.config, source.checkpoint, budget, context, trunk=source.trunk, prompt_tokens=prompt_tokens,
+                     threads=threads, readers=readers)
     if on_plan is not None:
         on_plan(plan)
-    with contextlib.ExitStack() as undo:  # whatever ends this half-way, Ctrl-C among them, ends the readers
-        files, read_before = Files(source.fingerprints), read_call_bytes()
-        undo.callback(files.close)
-        weights = Trunk(source, walk, plan.pinned, row_multiples(config), files, part_of,
-                        plan.slots, plan.slot_bytes, plan.readers, progress, READ_AHEAD, frozenset(filter(is_router, walk)))
-        undo.callback(weights.close)
-        experts = Experts(lambda L, e: list(checkpoint.expert(L, e).values()), files, plan.expert_slots,
-                          plan.expert_slot_bytes, expert_readers(config, plan.readers),
-                          range(config.first_k_dense_replace, config.num_hidden_layers))
-        undo.callback(experts.close)
-        report = Report(str(path), is_synthetic(path), threads, plan, None if trunk is None else str(trunk))
-        stop = frozenset(config.eos_token_ids) | frozenset(tokenizer.stop_ids if tokenizer else ())
-        model = Decoder(config, weights, experts, plan, report, stop, tokenizer, read_before)
-        undo.pop_all()
-        return model
-
-
-def pack_trunk(path, folder):
-    """Copy the trunk of the checkpoint in `path` to `folder`, or go on where that was broken off; a line on what is there now.
-
-    Raises what load and pack raise, and UsageError if `folder` cannot be one.
-    """
-    config, checkpoint, folder = read_config(path), Checkpoint(path), Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder}: is a file, but the packed trunk needs a folder")
-    if checkpoint.path.resolve() in (folder.resolve(), *folder.resolve().parents):
-        raise UsageError(f"{folder}: lies in the model's own folder, which is never written to")
-    check_tensors(config, checkpoint)
-    walk, there, began = list(forward_order(config)), set(folder.glob("*.safetensors")), time.perf_counter()
-    try:
-        with progress_bar(sum(checkpoint.extent(name).nbytes for name in walk), "B", desc="packing", unit_scale=True) as bar:
-            pack(checkpoint, walk, folder, bar.update)
-    except KeyboardInterrupt as stop:
-        stop.done = f"with {len(list(folder.glob('*.safetensors')))} files in {folder}: the same command goes on from there"
-        raise
-    files = [file.stat() for file in folder.glob("*.safetensors")]
-    size, on_disk = sum(file.st_size for file in files), 512 * sum(file.st_blocks for file in files)
-    return (f"{folder}: {len(files)} files of {shown_size(size)}, {shown_size(on_disk)} on disk; {len(files) - len(there)} written "
-            f"and {len(there)} found, all compared with {path}, in {time.perf_counter() - began:.1f} s")
-
-
-def whole_number(name, value, low, high):
-    "`value` as an int between `low` and `high`. Raises UsageError naming the argument."
-    try:
-        number = int(value)
-    except (TypeError, ValueError):
-        number = None
-    if number is None or isinstance(value, float) and value != number or not low <= number <= high:
-        raise UsageError(f"{name} is {value!r}: a whole number from {low} to {high} is needed")
-    return number
-
-
-def parse_ids(text):
-    "Token ids from '1,2,3'. Raises UsageError naming what is not an id."
-    ids = []
-    for word in str(text).replace(" ", "").split(","):
-        if not word.isdecimal() or len(word) > 18:
-            raise UsageError(f"ids: {word!r} is not a token id: write them like 1,2,3")
-        ids.append(int(word))
-    return ids
-
-
-def prompt_ids(path, ids, prompt):
-    "Token ids of the one of `ids` ('1,2,3') and `prompt` (str or bytes) that is given. The encoder is gone again when this returns."
-    if (ids is None) == (prompt is None):
-        raise UsageError("give a prompt or ids: exactly one of the two")
-    if ids is not None:
-        return parse_ids(ids)
-    config = read_config(path)
-    tokenizer = open_tokenizer(path, config)
-    if tokenizer is None:
-        raise UsageError(f"{path}: holds no tiktoken.model, so a text prompt cannot be encoded: give ids")
-    encoded = tokenizer.encode(prompt)
-    tokenizer.drop_encoder()
-    return encoded
-
-
-def progress_bar(total, unit, **how):
-    "A bar on stderr where that is a terminal, else nothing. tqdm: terminal widths and rates are not ours to write."
-    return tqdm(total=total, unit=unit, disable=sys.stderr is None or not sys.stderr.isatty(), leave=False, **how)
-
-
-def decode(path, ids=None, prompt=None, max_new_tokens=8, ram="8GB", trunk=None, threads=None, logits=None, show=print, trace=None, readers=None):
-    """One whole run: encode, plan, load, decode greedily, report. Returns the Report.
-
-    `ids` '1,2,3' or `prompt` str or bytes; `logits`: a list that receives each step's float32 [vocab]; `trace`: one that
-    receives (layer, expert) of every request. `show` is given the plan, the prompt, each token as it comes, all ids and their
-    text, and the report. Raises what `load` raises.
-    """
-    max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 20)
-    ids = prompt_ids(path, ids, prompt)
-    if not ids:
-        raise UsageError("the prompt is empty: at least one token id is needed")
-    check_range(ids, read_config(path))  # before gigabytes are read for it
-    pinning = progress_bar(None, "B", desc="pinning", unit_scale=True)
-    model = load(path, ram, trunk, threads, context=len(ids) + max_new_tokens, prompt_tokens=len(ids),
-                 on_plan=lambda plan: show(plan.text()), progress=pinning.update, readers=readers)
-    pinning.close()
-    model.experts.trace = trace
-    passes = -(-len(ids) // model.chunk) + max_new_tokens - 1
-    bar = progress_bar(passes * model.config.num_hidden_layers, "layer")
-    model.on_layer = lambda L: bar.update()
-    try:
-        stream = model.tokenizer.stream() if model.tokenizer else None
-        show(f"prompt ids: {','.join(map(str, ids))}")
-        pieces = []
-        for n, token in enumerate(model.generate(ids, max_new_tokens, on_logits=None if logits is None else logits.append)):
-            line = f"{n + 1:>4}: id {token}, {model.report.step_seconds[n]:.3g} s"
-            if stream is not None and token not in model.stop:
-                pieces.append(stream.feed(token))
-                line += f", {pieces[-1]!r}"
-            with bar.external_write_mode():
-                show(line)
-        bar.close()
-        show(f"generated ids: {','.join(map(str, model.report.ids))}")
-        if stream is not None:
-            show(f"generated text: {''.join(pieces) + stream.finish()!r}")
-        show(model.report.text())
-        return model.report
-    except KeyboardInterrupt as stop:
-        ids = model.report.ids
-        stop.done = f"after {len(ids)} of {max_new_tokens} tokens" + f": {','.join(map(str, ids))}" * bool(ids)
-        raise
-    finally:
-        bar.close()
-        model.close()
+    return start(source, plan, threads, progress)
 
 
 __all__ = [
-    "Report", "Decoder", "load", "pack_trunk", "whole_number", "parse_ids", "prompt_ids", "progress_bar", "decode",
+    "Step", "Report", "Engine", "check_vocabulary", "not_finite_in", "check_vectors", "Source", "open_source",
+    "start", "load",
 ]

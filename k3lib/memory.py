@@ -4,14 +4,18 @@ Made from book/05_streaming/17_memory.py: edit that, then run `make export`.
 """
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from k3lib.system import machine_free_bytes
 from k3lib.fileio import UsageError
 
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+         "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-def parse_size(text):
+def parse_size(text: str | int) -> int:
     "Bytes of '8GB' (8e9), '8GiB' (2^33), '900MB' or a whole number. Raises UsageError."
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if not match or match[2].upper() not in UNITS:
@@ -19,7 +23,7 @@ def parse_size(text):
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
-def shown_size(n):
+def shown_size(n: int | float) -> str:
     "A number of bytes with a unit: 17.5 MB."
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if abs(n) >= size:
@@ -27,79 +31,63 @@ def shown_size(n):
     return f"{n} B"
 
 
-def status_bytes(field):
-    "A field of /proc/self/status in bytes, or None where there is no /proc."
+def whole_number(name: str, value: Any, low: int, high: int) -> int:
+    "`value` as an int from `low` to `high`. Raises UsageError naming the argument."
     try:
-        with open("/proc/self/status") as lines:
-            return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":")), None)
-    except OSError:
-        return None
+        number = int(value)
+    except (TypeError, ValueError):
+        number = None
+    if number is None or isinstance(value, float) and value != number or not low <= number <= high:
+        raise UsageError(f"{name} is {value!r}: a whole number from {low} to {high} is needed")
+    return number
 
 
-def resident_bytes():
-    "Bytes of this process in memory now, or None where the system does not tell."
-    return status_bytes("VmRSS")
-
-
-def peak_bytes():
-    "The most bytes this process has had in memory, or None. VmHWM: ru_maxrss would count what a forking parent had."
-    return status_bytes("VmHWM")
-
-
-def read_call_bytes():
-    "Bytes this process has been given by read calls, as the kernel counts them (rchar), or None where it does not."
-    try:
-        with open("/proc/self/io") as lines:
-            return next(int(line.split()[1]) for line in lines if line.startswith("rchar:"))
-    except OSError:
-        return None
-
-
-def available_bytes():
-    "Bytes this process can still have: what the machine has free, or its cgroup if that is less; None where the system does not tell."
-    try:
-        with open("/proc/meminfo") as lines:
-            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except OSError:
-        return None
-    return min([free, *cgroup_free()])
-
-
-# Per version: where the memory controller's folders begin, and the files for limit, usage and, in memory.stat, cold page cache.
+# Per version of cgroups: the folder of the memory controller, the files for limit and usage, and the line of memory.stat
+# that counts page cache which has not been used lately.
 CGROUPS = {
     1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("", "memory.max", "memory.current", "inactive_file"),
 }
 
 
-def cgroup_free(membership="/proc/self/cgroup", root="/sys/fs/cgroup"):
-    """Free bytes of each memory cgroup the process is in, the enclosing ones included, as far as they have a limit.
-
-    Page cache that nobody has used lately counts as free: the kernel drops it before it refuses memory.
-    """
+def cgroup_free(membership: str | Path = "/proc/self/cgroup", root: str | Path = "/sys/fs/cgroup") -> Iterator[int]:
+    "Free bytes of each memory cgroup that this process is in, the enclosing ones included, if they have a limit."
     try:
         lines = Path(membership).read_text().splitlines()
-    except OSError:
+    except OSError:  # no cgroups here
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        top, limit_file, usage_file, cold = CGROUPS[1 if controllers else 2]
-        folder = Path(root, top, path.lstrip("/"))
+        version = 1 if controllers else 2
+        top = Path(root, CGROUPS[version][0])
+        folder = top / path.lstrip("/")
         for group in (folder, *folder.parents):
-            try:
-                limit, usage = ((group / name).read_text().strip() for name in (limit_file, usage_file))
-                stat = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
-            except OSError:
-                limit = "max"
-            if limit != "max":
-                yield int(limit) - int(usage) + int(stat.get(cold, 0))
-            if group == Path(root, top):
+            free = _group_free(group, version)
+            if free is not None:
+                yield free
+            if group == top:
                 break
 
 
+def _group_free(group, version):
+    "Free bytes of one cgroup, or None if it has no limit or cannot be read."
+    _, limit_file, usage_file, cold = CGROUPS[version]
+    try:
+        limit, usage = ((group / name).read_text().strip() for name in (limit_file, usage_file))
+        stat = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    return None if limit == "max" else int(limit) - int(usage) + int(stat.get(cold, 0))
+
+
+def available_bytes() -> int | None:
+    "Bytes this process can still have: the machine's free memory or its cgroups', whichever is least; None if not told."
+    free = machine_free_bytes()
+    return None if free is None else min([free, *cgroup_free()])
+
+
 __all__ = [
-    "UNITS", "parse_size", "shown_size", "status_bytes", "resident_bytes", "peak_bytes", "read_call_bytes",
-    "available_bytes", "CGROUPS", "cgroup_free",
+    "UNITS", "parse_size", "shown_size", "whole_number", "CGROUPS", "cgroup_free", "available_bytes",
 ]

@@ -6,77 +6,32 @@ Made from book/05_streaming/18_plan.py: edit that, then run `make export`.
 import dataclasses
 import os
 from k3lib.parallel import CORES
+from k3lib.system import resident_bytes, status_bytes
 from k3lib.fileio import UsageError
-from k3lib.tensors import forward_order, is_matrix, is_router, row_multiples
-from k3lib.disk import PAGE, enough_readers, page_padded, read_rates
-from k3lib.layout import expert_slot_bytes, router_buffers, row_blocks, streaming_slot_bytes
-from k3lib.memory import available_bytes, resident_bytes, shown_size, status_bytes
+from k3lib.config import Config
+from k3lib.tensors import forward_order, row_multiples
+from k3lib.checkpoint import Checkpoint
+from k3lib.disk import enough_readers, page_padded, read_rates
+from k3lib.layout import (
+    Buffers, ExpertLayout, Layout, TrunkLayout, expert_slot_bytes, streaming_slot_bytes, trunk_layout,
+)
+from k3lib.memory import available_bytes, shown_size
 
 
-class PlanError(UsageError):
-    "A budget that does not hold the model: says what is short and what would do; `least` is that number of bytes."
-
-    def __init__(self, least, message):
-        super().__init__(message)
-        self.least = least
-
-
-JIT_RSS = 28_000_000  # private memory of compiled kernels and their threads, after the first pass
+def state_bytes(config: Config) -> int:
+    "Bytes of recurrent state and convolution history of the KDA layers, at any length."
+    c = config
+    width = c.kda_num_heads * c.kda_head_dim
+    return 4 * len(c.kda_layers) * (width * c.kda_head_dim + 3 * width * (c.kda_conv_kernel - 1))
 
 
-LIBRARY_RSS, LIBRARY_RSS_GROWTH = 97_000_000, 12_000_000  # pages of library files in memory by then; or, where most were before, how many more
+def position_bytes(config: Config) -> int:
+    "Bytes by which the latent KV cache grows with each position."
+    return 4 * len(config.mla_layers) * (config.kv_lora_rank + config.qk_rope_head_dim)
 
 
-BUFFER_BYTES = 2 << 20  # bytes of a ring slot, and of a block that is read ahead
-
-
-READ_BYTES = 250  # of one entry in the list of reads
-
-
-READERS = 5  # each with a slot at hand; at least: never fewer than arithmetic threads
-
-
-READ_AHEAD = 3  # row blocks that wait for their matrix: more would have left the cache by then
-
-
-MAX_CHUNK = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    "What a budget is spent on. `parts`: {what: bytes}; the rest are the choices that follow."
-    ram: int
-    parts: dict
-    pinned: frozenset
-    pinned_bytes: int
-    trunk_bytes: int
-    slots: int
-    slot_bytes: int
-    expert_slots: int
-    expert_slot_bytes: int
-    readers: int
-    context: int
-    chunk: int
-
-    @property
-    def total(self):
-        return sum(self.parts.values())
-
-    def as_dict(self):
-        keys = ("ram", "slots", "slot_bytes", "expert_slots", "expert_slot_bytes", "readers", "context", "chunk", "pinned_bytes", "trunk_bytes")
-        return {"total": self.total, "parts": dict(self.parts), **{k: getattr(self, k) for k in keys}}
-
-    def text(self):
-        "The plan as a table."
-        rows = [f"  {what:<44}{shown_size(n):>12}" for what, n in self.parts.items()]
-        head = f"plan for {shown_size(self.ram)} of memory, {self.context} positions, prompts in chunks of {self.chunk}"
-        share = 100 * self.pinned_bytes / self.trunk_bytes
-        return "\n".join([head, *rows, f"  {'together':<44}{shown_size(self.total):>12}",
-                          f"  {share:.1f}% of the streamed weights pinned, {self.expert_slots} expert slots"])
-
-
-def activation_bytes(config, tokens):
-    "Upper estimate of what a pass over `tokens` tokens allocates: every array of the widest layer, float32."
+def activation_bytes(config: Config, tokens: int) -> int:
+    "Upper estimate of what a forward pass over `tokens` tokens allocates: every array of the widest layer, float32."
     c = config
     kda = 8 * c.kda_num_heads * c.kda_head_dim
     mla = c.num_attention_heads * (2 * (c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim) + 2 * c.kv_lora_rank)
@@ -87,123 +42,199 @@ def activation_bytes(config, tokens):
     return 4 * tokens * row + 8 * c.vocab_size + (1 << 20)
 
 
-def state_bytes(config):
-    "Bytes of recurrent state and convolution history of the KDA layers, at any length."
-    c = config
-    width = c.kda_num_heads * c.kda_head_dim
-    return 4 * len(c.kda_layers) * (width * c.kda_head_dim + 3 * width * (c.kda_conv_kernel - 1))
+JIT_RSS = 28_000_000  # private memory of compiled kernels and their threads after the first forward pass
+LIBRARY_RSS = 97_000_000  # resident pages of shared libraries after the first forward pass
+LIBRARY_RSS_GROWTH = 12_000_000  # how much of that is still to come where most of it is resident already
+PROCESS_RSS = 150_000_000  # an interpreter with its libraries, where the system does not tell
 
 
-def position_bytes(config):
-    "Bytes the latent cache grows by with each position."
-    return 4 * len(config.mla_layers) * (config.kv_lora_rank + config.qk_rope_head_dim)
-
-
-def make_plan(config, checkpoint, ram, context, prompt_tokens=None, threads=CORES, readers=None):
-    """Spend `ram` bytes: fixed costs, state, cache, ring, then the trunk from the front of the walk, then expert slots.
-
-    Raises PlanError with the smallest budget that would do. Nothing large is allocated here.
-    """
-    extents = {name: checkpoint.extent(name) for name in forward_order(config)}
-    streams = {name: e for name, e in extents.items() if is_matrix(name, e)}
-    trunk = sum(page_padded(e.nbytes) for e in streams.values())
-    readers = max(READERS if readers is None else readers, threads)
-    slots = readers + READ_AHEAD
-    slot, ring = _buffer_bytes({name: e for name, e in streams.items() if not is_router(name)}, row_multiples(config), slots)
-    ring += _router_bytes([e for name, e in streams.items() if is_router(name)])
-    first_moe = config.first_k_dense_replace
-    an_expert = list(checkpoint.expert(first_moe, 0).values()) if first_moe < config.num_hidden_layers else []
-    whole, passing = (expert_slot_bytes(an_expert), streaming_slot_bytes(an_expert)) if an_expert else (1, 0)
-    expert, experts = min(whole, passing), expert_readers(config, readers) if an_expert else 0
-
-    now = resident_bytes() or 150_000_000
-    fixed = {
-        "interpreter, libraries, checkpoint index": now,
-        "compiled kernels and threads": JIT_RSS + max(LIBRARY_RSS_GROWTH, LIBRARY_RSS - (status_bytes("RssFile") or LIBRARY_RSS)),
+def fixed_costs(config: Config, trunk: TrunkLayout, context: int) -> dict[str, int]:
+    "{part: bytes} of what is in memory at any budget, in a process that now has what it has."
+    libraries = max(LIBRARY_RSS_GROWTH, LIBRARY_RSS - (status_bytes("RssFile") or LIBRARY_RSS))
+    return {
+        "interpreter, libraries, checkpoint index": resident_bytes() or PROCESS_RSS,
+        "compiled kernels and threads": JIT_RSS + libraries,
         "KDA state": state_bytes(config),
-        f"latent cache, {context} positions": context * position_bytes(config),
-        "vectors and convolutions": sum(_vector_bytes(e) for name, e in extents.items() if name not in streams),
+        f"latent KV cache, {context} positions": context * position_bytes(config),
+        "vectors and convolutions": sum(vector_bytes(tensor.extent) for tensor in trunk.resident.values()),
     }
-    least = sum(fixed.values()) + activation_bytes(config, 1) + ring + experts * expert
-    if ram < least:
-        raise PlanError(least, f"a budget of {shown_size(ram)} is {shown_size(least - ram)} short: with {shown_size(now)} that this process already holds, this model with {context} positions "
-                        f"needs at least {_enough(least)} MB")
-    chunk = min(MAX_CHUNK, prompt_tokens or MAX_CHUNK)
-    while chunk > 1 and activation_bytes(config, chunk) > activation_bytes(config, 1) + (ram - least) // 4:
-        chunk //= 2
-    left = ram - least + activation_bytes(config, 1) - activation_bytes(config, chunk)
-    if left + ring >= trunk:
-        left, ring, slots = left + ring, 0, 0
-    pinned, pinned_bytes = _front(streams, left)
-    left -= pinned_bytes
-    if (len(pinned) == len(streams) or whole == expert) and left + experts * expert >= (experts + 1) * whole:
-        all_experts = config.num_experts * (config.num_hidden_layers - first_moe)
-        expert, experts = whole, min((left + experts * expert) // whole, all_experts + experts)  # one a reader keeps nothing
-    parts = {**fixed, f"activations, chunks of {chunk}": activation_bytes(config, chunk), "ring of row blocks": ring,
-             "pinned trunk": pinned_bytes, f"expert slots, {experts}": experts * expert}
-    plan = Plan(ram, parts, pinned, pinned_bytes, max(trunk, 1), slots, slot, experts, expert, readers, context, chunk)
-    free = available_bytes()
-    if free is not None and plan.total - now > free:
-        fits = int(0.99 * (now + free))  # what is free changes while it is looked at
-        advice = f"a budget of {fits // 10**6} MB would fit" if fits > least else f"not even the smallest budget, {_enough(least)} MB, would fit"
-        raise PlanError(None, f"the plan takes {shown_size(plan.total - now)} more, but only {shown_size(free)} of memory are free here: {advice}")
-    return plan
 
 
-def expert_readers(config, readers):
-    "The fewest of `readers` that take the experts of a token in as many rounds: with one more, the last round would be one expert's, and one core's."
+def vector_bytes(extent) -> int:
+    "Bytes a vector takes in memory: it is float32 there, whatever the file has."
+    return 2 * extent.nbytes if extent.dtype == "BF16" else page_padded(extent.nbytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a budget of `ram` bytes is spent on. `parts`: {what: bytes}; the rest are the choices that follow.
+
+    `pinned_bytes` of the `trunk_bytes` of matrices stay in memory. `context`: positions there is room for. `chunk`: the
+    most tokens of a forward pass.
+    """
+    ram: int
+    parts: dict[str, int]
+    layout: Layout
+    pinned_bytes: int
+    trunk_bytes: int
+    context: int
+    chunk: int
+
+    @property
+    def total(self) -> int:
+        "Bytes of all parts."
+        return sum(self.parts.values())
+
+    @property
+    def pinned(self) -> frozenset[str]:
+        "Names of the matrices that stay in memory."
+        return frozenset(name for name, tensor in self.layout.trunk.resident.items() if tensor.is_matrix)
+
+    def as_dict(self) -> dict:
+        "Plain data, ready for JSON."
+        rows, slots, readers = self.layout.trunk.rows, self.layout.experts.slots, self.layout.trunk.readers
+        return {"total": self.total, "parts": dict(self.parts), "ram": self.ram, "slots": rows.count,
+                "slot_bytes": rows.nbytes, "expert_slots": slots.count, "expert_slot_bytes": slots.nbytes,
+                "readers": readers, "context": self.context, "chunk": self.chunk, "pinned_bytes": self.pinned_bytes,
+                "trunk_bytes": self.trunk_bytes}
+
+    def text(self) -> str:
+        "The plan as a table."
+        rows = [f"  {what:<44}{shown_size(n):>12}" for what, n in self.parts.items()]
+        share = 100 * self.pinned_bytes / max(self.trunk_bytes, 1)
+        return "\n".join([
+            f"plan for {shown_size(self.ram)} of memory, {self.context} positions, prompts in chunks of {self.chunk}",
+            *rows, f"  {'together':<44}{shown_size(self.total):>12}",
+            f"  {share:.1f}% of the streamed weights pinned, {self.layout.experts.slots.count} expert slots"])
+
+
+class PlanError(UsageError):
+    "A budget that does not hold the model: says what is short and what would do; `least` is that number of bytes."
+
+    def __init__(self, least: int | None, message: str):
+        super().__init__(message)
+        self.least = least
+
+
+def expert_readers(config: Config, readers: int) -> int:
+    "The fewest of `readers` threads that read the experts of one token in as many rounds as all of them would."
     chosen = config.num_experts_per_token
     return -(-chosen // -(-chosen // readers))
 
 
-def measured_readers(checkpoint, threads=CORES):
-    "(readers, one line on why): as many as keep the device of the largest shard busy, and one for each thread of arithmetic."
-    rates = read_rates(max(checkpoint.files, key=os.path.getsize))
-    enough = enough_readers(rates)
-    shown = ", ".join(f"{n}: {rate / 1e9:.2f}" for n, rate in rates.items())
-    return enough + threads, f"GB/s by readers: {shown}; {enough} keep the device busy while {threads} multiply: --readers {enough + threads}"
+def streaming_experts(config: Config, checkpoint: Checkpoint, readers: int) -> tuple[ExpertLayout, int]:
+    "(the layout with the least memory, bytes of a slot that holds a whole expert)."
+    layers = tuple(range(config.first_k_dense_replace, config.num_hidden_layers))
+    if not layers:
+        return ExpertLayout((), Buffers(0, 0), 0, False), 0
+    an_expert = list(checkpoint.expert(layers[0], 0).values())
+    whole, streaming = expert_slot_bytes(an_expert), streaming_slot_bytes(an_expert)
+    count = expert_readers(config, readers)
+    return ExpertLayout(layers, Buffers(count, min(whole, streaming)), count, whole <= streaming), whole
 
 
-def _buffer_bytes(streams, multiples, slots):
-    "(bytes of a slot, bytes of `slots` of them and of the list of reads) for the matrices `streams`, {name: extent}."
-    if not streams:
-        return 0, 0
-    widest = max(multiples.get(name, 1) * (e.nbytes // e.shape[0]) for name, e in streams.items())
-    slot = max(min(BUFFER_BYTES, max(page_padded(e.nbytes) + PAGE for e in streams.values())), page_padded(widest) + PAGE)
-    reads = sum(len(row_blocks(e, multiples.get(name, 1), slot, "")) for name, e in streams.items())
-    return slot, slots * slot + READ_BYTES * reads
+def front(sizes: dict[str, int], nbytes: int) -> tuple[frozenset[str], int]:
+    "(names from the front of `sizes` {name: bytes} that fit into `nbytes` and later ones that still do, their bytes)."
+    taken, names = 0, []
+    for name, size in sizes.items():
+        if taken + size <= nbytes:
+            names.append(name)
+            taken += size
+    return frozenset(names), taken
 
 
-def _router_bytes(extents):
-    "Bytes of the ring of the matrices that come early, and of its list of reads."
-    if not extents:
-        return 0
-    slots, slot = router_buffers(extents)
-    return slots * (slot + READ_BYTES * len(extents))
+def pin_from_front(trunk: TrunkLayout, spare: int) -> tuple[TrunkLayout, int, int]:
+    "Spend `spare` bytes on pinned matrices: (layout, bytes pinned, bytes of `spare` that are left)."
+    sizes = {name: page_padded(blocks[0].extent.nbytes) for name, blocks in trunk.streamed.items()}
+    if spare + trunk.buffer_bytes >= sum(sizes.values()):
+        spare += trunk.buffer_bytes  # nothing streams, so there are no buffers
+    pinned, nbytes = front(sizes, spare)
+    return trunk.pin(pinned), nbytes, spare - nbytes
 
 
-def _vector_bytes(extent):
-    "Bytes a vector takes: float32, whatever the file has."
-    return 2 * extent.nbytes if extent.dtype == "BF16" else page_padded(extent.nbytes)
+def cache_experts(config: Config, experts: ExpertLayout, whole: int, spare: int) -> ExpertLayout:
+    "Spend `spare` bytes on slots of `whole` bytes that cache experts, if there is room for one beyond one a reader."
+    slots, nbytes = experts.slots, spare + experts.slots.total
+    if not slots.count or nbytes < (slots.count + 1) * whole:
+        return experts
+    every = config.num_experts * len(experts.layers) + slots.count  # a reader's own slot caches nothing
+    return dataclasses.replace(experts, slots=Buffers(min(nbytes // whole, every), whole), whole=True)
 
 
-def _front(streams, nbytes):
-    "The names from the front of `streams` that fit into `nbytes`, then later ones that still do; and the bytes they take."
-    taken, front = 0, []
-    for name, e in streams.items():
-        if taken + page_padded(e.nbytes) <= nbytes:
-            front.append(name)
-            taken += page_padded(e.nbytes)
-    return frozenset(front), taken
+READERS = 5  # threads that read, each with a buffer: at least this many, and never fewer than threads of arithmetic
+MAX_CHUNK = 64  # tokens
+
+
+def longest_chunk(config: Config, longest: int, spare: int) -> int:
+    "The largest of `longest`, its half, its quarter, ... tokens that leaves three quarters of `spare` bytes."
+    one, chunk = activation_bytes(config, 1), longest
+    while chunk > 1 and activation_bytes(config, chunk) > one + spare // 4:
+        chunk //= 2
+    return chunk
+
+
+def make_plan(config: Config, checkpoint: Checkpoint, ram: int, context: int, *, trunk=None,
+              prompt_tokens: int | None = None, threads: int = CORES, readers: int | None = None) -> Plan:
+    """Spend `ram` bytes: fixed costs, states, KV cache, buffers, then the trunk from the front, then expert slots.
+
+    `trunk`: where the trunk is read from, if not from the checkpoint. `prompt_tokens`: the longest prompt, if known.
+    Raises PlanError with the smallest budget that would do. Nothing large is allocated here.
+    """
+    readers, source = max(READERS if readers is None else readers, threads), trunk or checkpoint
+    extents = {name: source.extent(name) for name in forward_order(config)}
+    streaming = trunk_layout(extents, row_multiples(config), readers)
+    experts, whole = streaming_experts(config, checkpoint, readers)
+    parts = fixed_costs(config, streaming, context)
+    one = activation_bytes(config, 1)
+    least = sum(parts.values()) + one + streaming.buffer_bytes + experts.slots.total
+    now = parts["interpreter, libraries, checkpoint index"]
+    if ram < least:
+        raise PlanError(least, f"a budget of {shown_size(ram)} is {shown_size(least - ram)} short: with "
+                               f"{shown_size(now)} that this process already holds, this model with {context} "
+                               f"positions needs at least {_enough(least)} MB")
+    chunk = longest_chunk(config, min(MAX_CHUNK, prompt_tokens or MAX_CHUNK), ram - least)
+    activations = activation_bytes(config, chunk)
+    pinning, pinned_bytes, spare = pin_from_front(streaming, ram - least + one - activations)
+    if experts.whole or not pinning.streamed:
+        experts = cache_experts(config, experts, whole, spare)
+    parts |= {f"activations, chunks of {chunk}": activations,
+              "row block buffers": streaming.buffer_bytes if pinning.streamed else 0,
+              "pinned trunk": pinned_bytes, f"expert slots, {experts.slots.count}": experts.slots.total}
+    trunk_bytes = sum(page_padded(blocks[0].extent.nbytes) for blocks in streaming.streamed.values())
+    plan = Plan(ram, parts, Layout(pinning, experts), pinned_bytes, trunk_bytes, context, chunk)
+    _check_free(plan, now, least)
+    return plan
+
+
+def _check_free(plan, now, least):
+    "PlanError if the plan takes more than what this process can still have."
+    free = available_bytes()
+    if free is None or plan.total - now <= free:
+        return
+    fits = int(0.99 * (now + free))  # the free bytes change while they are counted
+    advice = (f"a budget of {fits // 10**6} MB would fit" if fits > least
+              else f"not even the smallest budget, {_enough(least)} MB, would fit")
+    raise PlanError(None, f"the plan takes {shown_size(plan.total - now)} more, but only {shown_size(free)} of memory "
+                          f"are free here: {advice}")
 
 
 def _enough(least):
-    "Megabytes that will do: two processes of a kind differ by some tenths."
+    "Megabytes that will do in another process of this kind."
     return -(-(least + 500_000) // 10**6)
 
 
+def measured_readers(checkpoint: Checkpoint, threads: int = CORES) -> tuple[int, str]:
+    "(readers, one line on why): what keeps the device of the largest shard busy, and one more a thread of arithmetic."
+    rates = read_rates(max(checkpoint.files, key=os.path.getsize))
+    enough = enough_readers(rates)
+    shown = ", ".join(f"{n}: {rate / 1e9:.2f}" for n, rate in rates.items())
+    return enough + threads, (f"GB/s by readers: {shown}; {enough} keep the device busy while {threads} multiply: "
+                              f"--readers {enough + threads}")
+
+
 __all__ = [
-    "PlanError", "JIT_RSS", "LIBRARY_RSS", "LIBRARY_RSS_GROWTH", "BUFFER_BYTES", "READ_BYTES", "READERS",
-    "READ_AHEAD", "MAX_CHUNK", "Plan", "activation_bytes", "state_bytes", "position_bytes", "make_plan",
-    "expert_readers", "measured_readers",
+    "state_bytes", "position_bytes", "activation_bytes", "JIT_RSS", "LIBRARY_RSS", "LIBRARY_RSS_GROWTH",
+    "PROCESS_RSS", "fixed_costs", "vector_bytes", "Plan", "PlanError", "expert_readers", "streaming_experts",
+    "front", "pin_from_front", "cache_experts", "READERS", "MAX_CHUNK", "longest_chunk", "make_plan",
+    "measured_readers",
 ]

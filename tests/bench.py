@@ -168,7 +168,7 @@ def streaming(rounds=5):
     folder = checkpoint("slice", "slice", **SLICE)
     pinned = k3lib.load(folder, ram="16GB", context=200)
     compute = steps(pinned, rounds)
-    experts = 16 * pinned.plan.expert_slot_bytes
+    experts = 16 * pinned.plan.layout.experts.slots.nbytes
     prompt = list(range(5, 69))
     pinned.reset()
     began = time.perf_counter()

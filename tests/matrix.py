@@ -14,7 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 import k3lib
-from k3lib import engine, parallel, plan
+from k3lib import cli, parallel, plan
 from k3lib.checkpoint import Checkpoint
 from k3lib.config import read_config
 from k3lib.layout import expert_slot_bytes
@@ -96,7 +96,7 @@ def main():
     with tempfile.TemporaryDirectory() as scratch:
         folder, trunk = Path(scratch, "model"), Path(scratch, "trunk")
         synth(folder, "full", layers=args.layers, experts=args.experts)
-        engine.pack_trunk(folder, trunk)
+        cli.pack_trunk(folder, trunk)
         for cpu, ram in itertools.product(["host", "generic"], args.budgets):
             run = subprocess.run([sys.executable, __file__, "--one", folder, trunk, ram, *["--few"] * (cpu != "host")], stdout=subprocess.PIPE,
                                  text=True, check=True, env={**os.environ, **({"NUMBA_CPU_NAME": cpu} if cpu != "host" else {})})

@@ -29,10 +29,10 @@ KEPT = ("ids", "threads", "step_seconds", "step_bytes", "peak_rss_bytes", "plan"
 LONG = """
 import json, sys, time, k3lib
 model = k3lib.load(sys.argv[1], sys.argv[2], threads=2, context=4096)
-for state in model.state:
+for state in model.sequence.layers:
     if not isinstance(state, tuple):  # a latent cache, as it is after so many tokens
         state[:] = 0.01
-model.position, seconds = 4094, []
+model.sequence.position, seconds = 4094, []
 for token in (5, 9):
     began = time.perf_counter()
     model.step(token)

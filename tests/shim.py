@@ -67,10 +67,10 @@ def decoded(model, new=3):
 
 def small_model(folder):
     "The model with the least memory: nothing is pinned, everything is read in each pass."
-    from k3lib import memory
+    from k3lib import plan
     from k3lib.engine import load
     from k3lib.plan import PlanError
-    memory.resident_bytes = lambda: 150_000_000  # the least then does not depend on what has been loaded meanwhile
+    plan.resident_bytes = lambda: 150_000_000  # the least then does not depend on what has been loaded meanwhile
     try:
         load(folder, 1, context=16)
     except PlanError as error:
@@ -106,7 +106,7 @@ def main(folder):
     model = small_model(folder)
     found["as it is"] = decoded(model)
     found["who"] = {who: sum(1 for caller, *_ in calls if caller == who) for who in ("compiled", "python")}
-    found["how"] = sorted(set(model.trunk.files.how().values()))
+    found["how"] = sorted(set(model.files.how().values()))
     reads = sorted({(path, offset, asked) for _, path, offset, asked in calls})
 
     rng = np.random.default_rng(1)

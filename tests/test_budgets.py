@@ -14,7 +14,7 @@ from common import FIXTURES, MODEL
 from test_synth import rewritten
 
 import k3lib
-from k3lib import disk, engine, memory, plan
+from k3lib import cli, disk, memory, plan, system
 from k3lib.checkpoint import Checkpoint
 from k3lib.config import read_config
 from k3lib.disk import ITEMSIZE
@@ -24,7 +24,7 @@ from k3lib.synth import synth
 from k3lib.tensors import EXPERT_TENSORS, text_tensors
 
 resource = pytest.importorskip("resource")
-pytestmark = pytest.mark.skipif(memory.peak_bytes() is None, reason="this system does not tell a process its peak")
+pytestmark = pytest.mark.skipif(system.peak_bytes() is None, reason="this system does not tell a process its peak")
 TWO = {**os.environ, "NUMBA_NUM_THREADS": "2"}  # also where there is one core, and no more threads where there are many
 class Run:
     "One `k3 decode` in a process of its own: its logits as bytes, its report, and what it said."
@@ -79,7 +79,7 @@ def slice_(tmp_path_factory, everything):
     """
     folder = tmp_path_factory.mktemp("slice")
     synth(folder / "model", "full", layers=5, experts=64, vocab=None if everything else 16_384)
-    engine.pack_trunk(folder / "model", folder / "trunk")
+    cli.pack_trunk(folder / "model", folder / "trunk")
     return folder
 
 
@@ -142,7 +142,7 @@ def test_a_plan_that_the_machine_cannot_hold_says_what_would_fit(monkeypatch):
     with pytest.raises(plan.PlanError) as refused:
         plan.make_plan(config, checkpoint, 1, 32)
     for short, advice in (6_000_000, r"a budget of (\d+) MB would fit"), (-2_000_000, r"not even the smallest budget, (\d+) MB, would fit"):
-        free = refused.value.least - memory.resident_bytes() + short
+        free = refused.value.least - system.resident_bytes() + short
         monkeypatch.setattr(plan, "available_bytes", lambda: free)
         with pytest.raises(plan.PlanError, match=advice) as caught:
             plan.make_plan(config, checkpoint, 10**9, 32)
@@ -189,7 +189,7 @@ def test_other_layouts_stream_to_the_same_bytes(tmp_path):
 
 GROWTH = """
 import sys, k3lib
-from k3lib.memory import resident_bytes
+from k3lib.system import resident_bytes
 model, token, seen = k3lib.load(sys.argv[1], sys.argv[2], context=220), 5, []
 for i in range(220):
     token = int(model.step(token).argmax())
@@ -237,7 +237,7 @@ def small_process(monkeypatch):
 def test_the_released_shape_fits_a_gigabyte_and_4096_positions_cost_226_megabytes(released, small_process):
     short, long = (plan.make_plan(*released, 2 * 10**9, context) for context in (9, 4096))
     assert all(plan.make_plan(*released, 10**9, context).total <= 10**9 for context in (9, 4096))
-    cache = long.parts["latent cache, 4096 positions"]
+    cache = long.parts["latent KV cache, 4096 positions"]
     assert cache == 4096 * 24 * 576 * 4 and 226e6 < cache < 227e6 and 55_000 < cache / 4096 < 55_500
     assert long.total <= 2 * 10**9 and short.pinned_bytes - long.pinned_bytes > 200e6, "the cache takes memory from the trunk"
     assert min(short.total, long.total) > 1.99e9, "most of the budget is spent"
@@ -256,10 +256,10 @@ def test_a_context_that_does_not_fit_is_refused_before_the_first_read(slice_, tm
 FULL = """
 import sys, k3lib
 model = k3lib.load(sys.argv[1], sys.argv[2], context=4096)
-for state in model.state:
+for state in model.sequence.layers:
     if not isinstance(state, tuple):  # a latent cache, as it is after so many tokens
         state[:] = 0.01
-model.position = 4094
+model.sequence.position = 4094
 model.prefill([5, 9])
 print(model.report.peak_rss_bytes, model.plan.total)
 """

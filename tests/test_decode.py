@@ -8,7 +8,7 @@ from common import MODEL, least
 from small import write
 
 import k3lib
-from k3lib import engine, memory, plan
+from k3lib import cli, engine, memory, plan, system
 from k3lib.checkpoint import Checkpoint
 from k3lib.config import read_config
 from k3lib.fileio import CheckpointError, UsageError
@@ -79,7 +79,7 @@ def test_a_plan_never_exceeds_its_budget_and_more_pins_more(steady):
 def test_a_longer_context_costs_the_latent_cache_alone():
     config, checkpoint = read_config(MODEL), Checkpoint(MODEL)
     one, two = (plan.make_plan(config, checkpoint, 10**9, n).parts for n in (1000, 2000))
-    assert two["latent cache, 2000 positions"] - one["latent cache, 1000 positions"] == 1000 * plan.position_bytes(config)
+    assert two["latent KV cache, 2000 positions"] - one["latent KV cache, 1000 positions"] == 1000 * plan.position_bytes(config)
 
 
 def test_released_sizes():
@@ -119,7 +119,7 @@ def test_report_is_plain_data():
     assert 12 * 4 < tree["expert_requests"] <= 3 * 12 * 4 and tree["expert_hits"] < tree["expert_requests"]
 
 
-@pytest.mark.skipif(memory.read_call_bytes() is None, reason="this system does not count the bytes of read calls")
+@pytest.mark.skipif(system.read_call_bytes() is None, reason="this system does not count the bytes of read calls")
 def test_bytes_read_are_those_the_kernel_counted():
     model = k3lib.load(MODEL)
     list(model.generate([1, 2], 2))
@@ -161,7 +161,7 @@ def logits(ram, trunk=None):
 
 
 def test_a_packed_trunk_changes_where_bytes_come_from_and_no_bit(tmp_path, steady):
-    engine.pack_trunk(MODEL, tmp_path / "trunk")
+    cli.pack_trunk(MODEL, tmp_path / "trunk")
     plain, report = logits("1GB")
     assert report.trunk is None and "read from the model's own files" in report.text()
     for ram in ("1GB", least() + 1_500_000):  # all pinned; hardly anything
@@ -184,14 +184,14 @@ def test_a_pack_that_was_broken_off_is_no_trunk_until_it_is_taken_up_again(tmp_p
         __enter__, __exit__ = lambda self: self, lambda self, *_: None
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "progress_bar", lambda *_, **how: Broken())
+        patch.setattr(cli, "progress_bar", lambda *_, **how: Broken())
         with pytest.raises(KeyboardInterrupt):
-            engine.pack_trunk(MODEL, tmp_path / "trunk")
+            cli.pack_trunk(MODEL, tmp_path / "trunk")
     there = {file: file.stat().st_mtime_ns for file in (tmp_path / "trunk").glob("*.safetensors")}
     assert 1 < len(there) < 14
     with pytest.raises(CheckpointError, match="missing"):
         k3lib.load(MODEL, trunk=tmp_path / "trunk")
-    done = engine.pack_trunk(MODEL, tmp_path / "trunk")
+    done = cli.pack_trunk(MODEL, tmp_path / "trunk")
     assert f"{14 - len(there)} written and {len(there)} found" in done
     assert all(file.stat().st_mtime_ns == when for file, when in there.items()), "a finished file was written again"
     assert logits("1GB", tmp_path / "trunk")[0] == logits("1GB")[0]
@@ -199,17 +199,17 @@ def test_a_pack_that_was_broken_off_is_no_trunk_until_it_is_taken_up_again(tmp_p
 
 
 def test_the_trunk_of_another_model_is_refused_also_where_only_its_numbers_differ(tmp_path):
-    engine.pack_trunk(write(tmp_path / "other"), tmp_path / "trunk")
+    cli.pack_trunk(write(tmp_path / "other"), tmp_path / "trunk")
     with pytest.raises(CheckpointError, match="not that of"):
         k3lib.load(MODEL, trunk=tmp_path / "trunk")
     with pytest.raises(CheckpointError, match="another checkpoint"):
-        engine.pack_trunk(MODEL, tmp_path / "trunk")
+        cli.pack_trunk(MODEL, tmp_path / "trunk")
 
 
 def test_tokens_are_shown_as_they_come(monkeypatch):
-    happened, prefill = [], k3lib.engine.Decoder.prefill
-    monkeypatch.setattr(engine.Decoder, "prefill", lambda self, ids: (happened.append("a step"), prefill(self, ids))[1])
-    report = engine.decode(MODEL, ids="304,206,32,407,493,375,224,286,48,367,487,230", max_new_tokens=3, ram="1GB", show=happened.append)
+    happened, prefill = [], engine.Engine.prefill
+    monkeypatch.setattr(engine.Engine, "prefill", lambda self, ids: (happened.append("a step"), prefill(self, ids))[1])
+    report = cli.decode(MODEL, ids="304,206,32,407,493,375,224,286,48,367,487,230", max_new_tokens=3, ram="1GB", show=happened.append)
     first = happened.index("a step")
     assert happened[first::2][:3] == ["a step"] * 3
     lines = happened[first + 1:first + 6:2]
@@ -248,10 +248,10 @@ def test_a_closed_model_says_so_and_gives_its_memory_back():
 def test_an_id_out_of_range_is_refused_before_anything_is_read(monkeypatch):
     monkeypatch.setattr(engine, "load", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(UsageError, match="token id 512 is out of range: the vocabulary has ids 0..511"):
-        engine.decode(MODEL, ids="1,512", show=lambda text: None)
+        cli.decode(MODEL, ids="1,512", show=lambda text: None)
 
 
 @pytest.mark.parametrize("ids, ram", [("9" * 5000, "1GB"), ("1", "9" * 400)])
 def test_numbers_of_any_length_are_refused_by_name(ids, ram):
     with pytest.raises(UsageError, match="is not a"):
-        engine.decode(MODEL, ids=ids, ram=ram, show=lambda text: None)
+        cli.decode(MODEL, ids=ids, ram=ram, show=lambda text: None)

@@ -9,7 +9,7 @@ import matrix
 import pytest
 from common import MODEL, least
 
-from k3lib import engine, parallel
+from k3lib import cli, parallel
 
 
 def floor():
@@ -20,7 +20,7 @@ def floor():
 @pytest.fixture(scope="module")
 def trunk(tmp_path_factory):
     folder = tmp_path_factory.mktemp("matrix") / "trunk"
-    engine.pack_trunk(MODEL, folder)
+    cli.pack_trunk(MODEL, folder)
     return folder
 
 

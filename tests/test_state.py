@@ -14,9 +14,9 @@ from safetensors import safe_open
 from small import write
 
 import k3lib
-from k3lib import engine
+from k3lib import cli
 from k3lib.fileio import CheckpointError, UsageError
-from k3lib.model import ABOUT, StateError
+from k3lib.state import ABOUT_BYTES, StateError
 
 IDS, MORE = [304, 206, 32, 407, 493], [375, 224, 286]
 
@@ -44,7 +44,7 @@ def saved(model, tmp_path_factory):
 
 
 def test_a_resumed_run_at_another_budget_context_and_number_of_threads(model, saved, tmp_path, steady):
-    engine.pack_trunk(MODEL, tmp_path / "trunk")
+    cli.pack_trunk(MODEL, tmp_path / "trunk")
     for how in ({"ram": least(context=8) + 1_000_000, "context": 8, "threads": 1}, {"ram": "1GB", "context": 64, "trunk": tmp_path / "trunk"}):
         other = k3lib.load(MODEL, **how)
         other.prefill([1, 2, 3])
@@ -65,7 +65,9 @@ def test_the_same_state_is_the_same_file_and_any_reader_of_safetensors_reads_it(
     with safe_open(saved[0], "numpy") as file:
         about = json.loads(file.get_tensor("about").tobytes())
         assert about["position"] == 5 and about["version"] == 1
-        assert np.array_equal(file.get_tensor("layers.3.latent"), model.state[3][:5]) and np.array_equal(file.get_tensor("layers.0.S"), model.state[0].S)
+        layers = model.sequence.layers
+        assert np.array_equal(file.get_tensor("layers.3.latent"), layers[3][:5])
+        assert np.array_equal(file.get_tensor("layers.0.S"), layers[0].S)
 
 
 def test_the_state_before_the_first_token(model, tmp_path):
@@ -91,20 +93,20 @@ def test_what_is_no_state_of_this_model_is_refused(model, saved, tmp_path):
     unchanged(model, saved, tmp_path, FileNotFoundError, "is a folder")
     rng = np.random.default_rng(0)
     header = int.from_bytes(good[:8], "little")
-    for at in (0, 9, 8 + header, len(good) - ABOUT - 1, len(good) - 1, *rng.integers(0, len(good), 12).tolist()):
+    for at in (0, 9, 8 + header, len(good) - ABOUT_BYTES - 1, len(good) - 1, *rng.integers(0, len(good), 12).tolist()):
         bad.write_bytes(good[:at] + bytes([good[at] ^ 1 << rng.integers(8)]) + good[at + 1:])
         unchanged(model, saved, bad, StateError, "state|sha256|bytes")
-    for n in (0, 1, ABOUT, 8 + header, len(good) // 2, len(good) - 1):
+    for n in (0, 1, ABOUT_BYTES, 8 + header, len(good) // 2, len(good) - 1):
         bad.write_bytes(good[:n])
         unchanged(model, saved, bad, StateError, "truncated")
-    for text in (b"[" * ABOUT, b"[]".ljust(ABOUT), b'{"format": "k3lib state", "position": -1, "sha256": ""}'.ljust(ABOUT)):
-        bad.write_bytes(good[:-ABOUT] + text)
+    for text in (b"[" * ABOUT_BYTES, b"[]".ljust(ABOUT_BYTES), b'{"format": "k3lib state", "position": -1, "sha256": ""}'.ljust(ABOUT_BYTES)):
+        bad.write_bytes(good[:-ABOUT_BYTES] + text)
         unchanged(model, saved, bad, StateError, "not the description")
     bad.write_bytes(good.replace(b'"version": 1', b'"version": 2'))
     unchanged(model, saved, bad, StateError, "version 2, expected 1")
     bad.write_bytes(good.replace(b'"position": 5', b'"position": 4'))
     unchanged(model, saved, bad, StateError, "expected [0-9,]+ for 4 positions")
-    bad.write_bytes(good[:-ABOUT] + good[-ABOUT:].replace(b'"position": 5', b'"position": 109951162777').rstrip().ljust(ABOUT))
+    bad.write_bytes(good[:-ABOUT_BYTES] + good[-ABOUT_BYTES:].replace(b'"position": 5', b'"position": 109951162777').rstrip().ljust(ABOUT_BYTES))
     unchanged(model, saved, bad, UsageError, "context of 32")
     bad.write_bytes(good + b"\0")
     unchanged(model, saved, bad, StateError, "not the description")
@@ -174,7 +176,7 @@ def test_a_file_that_changes_while_it_is_read_leaves_no_half_state(model, saved,
 
     def preadv(fd, views, offset, real=os.preadv):
         nbytes = real(fd, views, offset)
-        if not changes and os.fstat(fd).st_ino == status.st_ino and offset + nbytes == status.st_size - ABOUT:
+        if not changes and os.fstat(fd).st_ino == status.st_ino and offset + nbytes == status.st_size - ABOUT_BYTES:
             changes.append(offset)
             with open(changing, "r+b") as file:
                 file.seek(status.st_size // 2)

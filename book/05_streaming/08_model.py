@@ -1,10 +1,17 @@
 # %% [markdown]
-# # 5.8 Ninety-three layers, walked once a token
+# # 5.8 Ninety-three layers, one forward pass a token
 #
-# Kimi K3's text stack is one loop over 93 layers. Each layer mixes the residual blocks, attends (KDA or MLA), mixes again and
-# feeds forward. This chapter writes that loop twice, once in float64 for the eye and once on the book's kernels, and holds
-# both against logits, hidden states and routing that another implementation computed. At the end you can follow a token
-# from its id to its logits and name every tensor it meets, in order.
+# Kimi K3's text stack is one loop over 93 layers. Each layer mixes the residual blocks, attends (KDA or MLA), mixes
+# again and feeds forward. Every part has had its chapter. What is left to get wrong is the loop itself: which layer is
+# which, what is added to what, and where a block ends. A mistake there fails no shape check, and the model goes on
+# talking.
+#
+# This chapter writes the loop twice, once in float64 for the eye and once on the book's kernels, and holds both against
+# logits, hidden states and routing that another implementation computed. At the end you can follow a token from its id
+# to its logits and name every tensor it meets, in order. All weights are in memory here; the chapters that follow take
+# them from a disk, and not one line of this loop changes.
+#
+# Needs chapters 2.1 to 4.2 (the layers), 5.3 (the config), 5.4 (names) and 5.6 (the checkpoint). Runs in half a minute.
 #
 # [5.6 Where every weight lies](06_checkpoint.ipynb) · [contents](../README.md) · [5.9 Past the page cache](09_disk.ipynb)
 #
@@ -21,25 +28,28 @@ import functools
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import numpy as np
 from safetensors.numpy import load_file
 
 from k3lib.checkpoint import Checkpoint
 from k3lib.config import read_config
 from k3lib.mxfp4 import decode
+from k3lib.tensors import EMBED, FINAL, HEAD, expert_name, layer_parts, tensor_name
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 plt.style.use(ROOT / "book" / "k3.mplstyle")
 FOLDER = ROOT / "fixtures" / "oracle13" / "model"
 EXPECTED = load_file(FOLDER.parent / "expected.safetensors")
 config, checkpoint = read_config(FOLDER), Checkpoint(FOLDER)
+LATENT_EPS = 1e-6
 
 
 # %% [markdown]
 # ## 5.8.1 The whole model in float64
 #
-# Slow, dense and close to the equations: each expert is decoded, each matrix is widened, all positions are computed at once
-# with the full attention matrix. `wrong` switches on one mistake at a time; the traps that live in single layers had their
-# turn in their chapters, these are the ones only the walk can make.
+# Slow, dense and close to the equations: each expert is decoded, each matrix is widened, all positions are computed at
+# once with the full attention matrix. `wrong` switches on one mistake at a time. The traps inside single layers had
+# their turn in their chapters; these are the ones that only the loop can make.
 
 # %%
 def rms(x, w, eps):
@@ -123,8 +133,9 @@ def ffn64(W, x, L):
         for e, w in zip(chosen[t], weights[t]):
             w1, w2, w3 = (expert64(L, e, n) for n in ("w1", "w2", "w3"))
             u[t] += w * (w2 @ situ64(w1 @ z[t], w3 @ z[t]))
-    shared = situ64(x @ W("shared_experts.gate_proj").T, x @ W("shared_experts.up_proj").T) @ W("shared_experts.down_proj").T
-    return rms(u, W("routed_expert_norm"), c.rms_norm_eps) @ W("routed_expert_up_proj").T + shared
+    shared = situ64(x @ W("shared_experts.gate_proj").T, x @ W("shared_experts.up_proj").T)
+    routed = rms(u, W("routed_expert_norm"), c.rms_norm_eps) @ W("routed_expert_up_proj").T
+    return routed + shared @ W("shared_experts.down_proj").T
 
 
 # %%
@@ -135,8 +146,8 @@ def tensor64(name):
 
 @functools.cache
 def expert64(L, e, which):
-    extents = f"language_model.model.layers.{L}.block_sparse_moe.experts.{e}.{which}.weight_"
-    return decode(checkpoint.raw(extents + "packed"), checkpoint.raw(extents + "scale")).astype(np.float64)
+    packed, scale = (checkpoint.raw(expert_name(L, e, short)) for short in (which, f"{which}_scale"))
+    return decode(packed, scale).astype(np.float64)
 
 
 def forward64(ids, wrong=None):
@@ -166,8 +177,8 @@ def forward64(ids, wrong=None):
 
 
 # %% [markdown]
-# The fixture was computed in float32 by mlx-lm; its README puts float64 within 7.2e-4 of it and allows 4e-3. The 32 positions
-# are the twelve of the prompt and the twenty generated ids.
+# The fixture was computed in float32 by mlx-lm; its README puts float64 within 7.2e-4 of it and allows 4e-3. The 32
+# positions are the twelve of the prompt and the twenty generated ids.
 
 # %%
 ids = np.concatenate([EXPECTED["prompt_ids"], EXPECTED["generated_ids"]])
@@ -179,10 +190,11 @@ assert difference < LOGIT_TOLERANCE
 assert logits64[11:31].argmax(1).tolist() == EXPECTED["generated_ids"].tolist()
 
 # %% [markdown]
-# ## 5.8.2 Four walks that still print fluent text
+# ## 5.8.2 Four wrong loops that still print fluent text
 #
-# None of these fails a shape check. All but the last layer's kind are one line away from right; each moves some logit by
-# more than a thousand tolerances. (A layer list read from zero and not from one is refused before it gets this far: chapter 5.3.)
+# None of these fails a shape check. All but the last layer's kind are one line away from right, and each moves some
+# logit by more than a thousand tolerances. (A layer list counted from zero instead of one is refused before it gets
+# this far: chapter 5.3.)
 
 # %%
 for wrong in ("boundary does not clear p", "plain residual", "no final mix", "last layer taken for KDA"):
@@ -194,407 +206,294 @@ for wrong in ("boundary does not clear p", "plain residual", "no final mix", "la
 
 # %% [markdown]
 # The last row stands for what a reader of `full_attn_layers` meets in K3: layers 92 and 93 are both MLA, and a map that
-# alternates by rule calls the last one KDA. Its tensors are not there; an engine that treats the missing attention as zero
-# goes on talking.
+# alternates by rule calls the last one KDA. Its tensors are not in the checkpoint; an engine that treats the missing
+# attention as zero goes on talking.
 #
-# ## 5.8.3 The walk on the book's kernels
+# ## 5.8.3 The forward pass on the book's kernels
 #
-# A layer function sees its weights as a mapping from short names. Asking for a name takes the next tensor of the walk: from
-# memory if it is pinned, else from the ring, and only in this order.
+# Between two forward passes a sequence keeps three things. Per KDA layer: a recurrent state and the last three inputs
+# of the convolution, whose size never grows. Per MLA layer: the latent KV cache, one row a token. And one number, the
+# position.
+#
+# A pass that Ctrl-C ends in layer 40 leaves a sequence in which 40 layers have read a token and 53 have not. Nothing
+# can undo that, so the sequence remembers it: `complete` is False from the beginning of a pass to its end.
 
 # %% tags=["export"]
-import contextlib
-import dataclasses
-import hashlib
-import json
-import os
-import threading
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Callable, Sequence as Ids
+from typing import Protocol
 import numpy as np
-from k3lib.matmul import NotFinite, bf16_to_float32, check_product, linear
+from numba import set_num_threads
+from k3lib.matmul import NotFinite, linear
 from k3lib.functions import rms_norm
 from k3lib.kda import kda_layer, kda_state
 from k3lib.mla import mla_layer
 from k3lib.residual import mix
-from k3lib.moe import Expert, dense_mlp, moe_layer
-from k3lib.fileio import CheckpointError, UsageError, open_shard, read_exactly, whole_file
-from k3lib.tensors import EMBED, EXPERT_NAME, FINAL, HEAD, NORMS, layer_parts, tensor_name
-from k3lib.header import header_bytes
+from k3lib.moe import dense_mlp, moe_layer
+from k3lib.config import Config
+from k3lib.tensors import ATTENTION_NORMS, FFN_NORMS, FINAL, HEAD, layer_parts, tensor_name
+
+LATENT_EPS = 1e-6  # of the two MLA latent norms: the reference class's default, not rms_norm_eps
 
 
 # %% tags=["export"]
-class Weights:
-    "One part of one layer as a mapping from short names to matrices and vectors, taken as they are asked for: take(full name)."
+class Sequence:
+    """What one sequence of tokens carries from one forward pass to the next.
 
-    def __init__(self, take, L, part):
-        self.take, self.L, self.part = take, L, part
+    `position`: tokens read so far. `context`: positions for which there is room. `layers[L]`: a KDAState, or of an MLA
+    layer the latent KV cache, float32 [context, kv_lora_rank + qk_rope_head_dim], whose first `position` rows are in
+    use. `complete`: False while a forward pass is under way, and after one that did not reach its end.
+    """
 
-    def __getitem__(self, short):
-        return self.take(tensor_name(self.L, self.part, short))
+    def __init__(self, config: Config, context: int):
+        self.config, self.context = config, context
+        self.reset()
+
+    def reset(self) -> None:
+        "Forget everything: zero KDA states, empty KV caches, position 0."
+        self.complete, self.position = False, 0
+        self.layers = None  # the old arrays go before the new ones come: the budget has room for one set
+        self.layers = [self._empty_state(L) for L in range(self.config.num_hidden_layers)]
+        self.complete = True
+
+    def _empty_state(self, L):
+        c = self.config
+        if c.layer_kind(L) == "kda":
+            return kda_state(c.kda_num_heads, c.kda_head_dim, c.kda_conv_kernel)
+        return np.zeros((self.context, c.kv_lora_rank + c.qk_rope_head_dim), np.float32)
 
 
 # %% [markdown]
-# The layers only know arrays, so a product that comes out infinite or NaN (1.4.4) reaches the walk as "output row 17". The walk knows which tensor it
-# took last. It reads the row again and says what is wrong: a damaged number in the file, or a sum that float32 could not hold.
+# The residual stream of chapter 3.2 in one array. `sources[:n]` are the finished blocks, the embedding first;
+# `sources[n]` is the running sum. A block ends by counting: `n += 1` turns the running sum into a finished block, and
+# nothing is copied.
 
 # %% tags=["export"]
-def not_finite_in(files, extent, name, begin, end):
-    "What is wrong in rows begin..end of a tensor, one line, or None: its first infinity, NaN or E8M0 scale of 255."
-    rows = files.array(extent, "other", begin, end - begin)
-    bad = rows == 255 if extent.dtype == "U8" else ~np.isfinite(bf16_to_float32(rows) if extent.dtype == "BF16" else rows)
-    if not bad.any():
-        return None
-    row, *columns = np.argwhere(bad)[0].tolist()
-    value, kind = rows[row, *columns], {"U8": "E8M0 scale", "BF16": "bfloat16", "F32": "float32"}[extent.dtype]
-    found = f"{kind} 0x{value:04x}" if extent.dtype == "BF16" else f"{kind} {value}"
-    place = ", ".join([f"row {begin + row}", *(f"column {i}" for i in columns)])
-    return f"{extent.file}: {name}, {place}: {found}, expected a finite number: damaged"
+class ResidualStream:
+    "The residual stream of one forward pass: `sources` float32 [blocks + 1, T, H], of which `n` are finished blocks."
+
+    def __init__(self, tokens: int, config: Config):
+        blocks = -(-config.num_hidden_layers // config.attn_res_block_size)
+        self.sources = np.empty((blocks + 1, tokens, config.hidden_size), np.float32)
+        self.n, self.eps = 0, config.rms_norm_eps
+        self._mixed = np.empty(self.sources.shape[1:], np.float32)
+
+    @property
+    def running_sum(self) -> np.ndarray:
+        "float32 [T, H], a view."
+        return self.sources[self.n]
+
+    def end_block(self, y: np.ndarray) -> None:
+        "The running sum becomes a finished block, and `y` float32 [T, H] begins the next sum."
+        self.n += 1
+        self.sources[self.n] = y
+
+    def mixed(self, norm: np.ndarray, proj: np.ndarray) -> np.ndarray:
+        "What a half-layer reads, float32 [T, H]: finished blocks and running sum mixed; valid until the next mix."
+        if self.n == 0:
+            return self.sources[0]  # the embedding alone: there is nothing to choose from
+        return mix(self.sources, self.n + 1, norm, proj, self.eps, self._mixed)
 
 
 # %% [markdown]
-# A state is also saved: half a gigabyte for K3, and computing it again takes as long as it took. It is written under another name first, so
-# that a full disk or a cut wire leaves the old file or none; and it says of which model it is. The layout follows from the model and the position, so a
-# file is read by comparing it with the only header it can have. It is a safetensors file, whose library would want all of it in memory twice: hence a
-# stream. The last 512 bytes are the description, a tensor like the others, because the checksum is known last.
+# A layer sees its weights as a mapping from short names, `W["q_proj"]`, and asks for each exactly once. Over a whole
+# pass the names come in one fixed order, `forward_order` of chapter 5.4; that is what lets a streamed matrix be read
+# before it is asked for.
+#
+# Layers know arrays and no names. When a product comes out infinite (1.4.4), they can say "output row 17" and no more.
+# The weights of the pass know which name was taken last, so the error leaves the model with that name.
 
 # %% tags=["export"]
-class StateError(CheckpointError):
-    "A saved state that is damaged, or of another model or version."
+class PassWeights:
+    "The weights of one forward pass. `last`: the name of the tensor that was taken last."
+
+    def __init__(self, weight: Callable):
+        self._weight, self.last = weight, None
+
+    def take(self, name: str):
+        "A matrix or a float32 vector of the checkpoint, by its full name."
+        self.last = name
+        return self._weight(name)
+
+    def part(self, L: int, part: str) -> "PartWeights":
+        "The weights of a part of layer L: 'kda', 'mla', 'dense', 'moe' or 'norms'."
+        return PartWeights(self, L, part)
 
 
-STATE_VERSION, ABOUT = 1, 512  # bytes of the description
+class PartWeights:
+    "The weights of one part of one layer: a mapping from short names to matrices and float32 vectors."
 
+    def __init__(self, weights: PassWeights, L: int, part: str):
+        self._weights, self._layer, self._part = weights, L, part
 
-STATE_READ_BYTES = 1 << 20  # bytes read at a time
-
-
-def about_bytes(about):
-    "The description of a state as its last bytes: JSON, padded."
-    return json.dumps(about).encode().ljust(ABOUT)
-
-
-def file_pieces(file, begin, end, where):
-    "Bytes begin..end of an open file, a piece at a time."
-    for at in range(begin, end, STATE_READ_BYTES):
-        piece = bytearray(min(STATE_READ_BYTES, end - at))
-        read_exactly(file, piece, at, where)
-        yield piece
+    def __getitem__(self, short: str):
+        return self._weights.take(tensor_name(self._layer, self._part, short))
 
 
 # %% [markdown]
-# The class below owns what a sequence carries: per KDA layer a state and three inputs of history, per MLA layer the latent
-# cache, and one number, the position. `sources` holds the finished blocks and, at index `n`, the running sum; a block boundary
-# is `n += 1`, so the snapshot and the fresh sum are two rows of one array and nothing is copied.
+# Now the model. It knows equations and their order, and is given everything else: a row of the embedding, a weight by
+# its name, the routed experts of a layer. Whether a weight lies in memory or comes from a disk while it is multiplied
+# is not its business.
 
 # %% tags=["export"]
-def check_range(ids, config):
-    "UsageError for an id that the vocabulary has not."
-    for i in ids:
-        if not 0 <= i < config.vocab_size:
-            raise UsageError(f"token id {i} is out of range: the vocabulary has ids 0..{config.vocab_size - 1}")
+class RoutedExperts(Protocol):
+    "Where the routed experts come from."
+
+    def layer(self, L: int):
+        "The experts of layer L, as moe_layer takes them."
 
 
 class Model:
-    """The decoder: walks all layers once a pass, for one token or a chunk, and carries the sequence's state.
+    """Kimi K3's text stack: the equations of a forward pass and their order.
 
-    Made by k3lib.load. `trunk`, `experts`: where weights come from; `context`: positions there is room for; `chunk`: the
-    most tokens a pass takes. One call at a time, in the process that made it: a second thread and a forked child are refused
-    with a RuntimeError. So is, until reset() or load_state(), what would go on after a pass that was broken off.
+    `embedding(i)`: row i of the embedding, float32 [H]. `weight(name)`: a matrix or a float32 vector; a pass asks for
+    every name of forward_order once, in that order. `experts.layer(L)`: the routed experts of a layer. `threads`:
+    threads of arithmetic. A model has no state: what a sequence carries is in its Sequence.
     """
 
-    def __init__(self, config, trunk, experts, context, chunk):
-        self.config, self.trunk, self.experts = config, trunk, experts
-        self.context, self.chunk = context, chunk
-        self.on_layer = lambda L: None  # called after every layer of every pass: a token takes seconds
-        for name, value in trunk.resident.items():  # matrices show in their products, but a vector may meet a zero or a tanh
-            used = config.kda_num_heads if name.endswith("A_log") else None  # the rest of it is padding
-            if isinstance(value, np.ndarray) and not np.isfinite(value[:used]).all():
-                extent = trunk.extents[name]
-                raise CheckpointError(not_finite_in(trunk.files, extent, name, 0, extent.shape[0]))
-        self.turn = 0  # grows with whatever moves the sequence
-        self._closed = False
-        self._process, self._call, self._identity = os.getpid(), threading.Lock(), None
-        self.reset()
+    def __init__(self, config: Config, embedding: Callable, weight: Callable, experts: RoutedExperts, threads: int):
+        self.config, self.threads = config, threads
+        self._embedding, self._weight, self._experts = embedding, weight, experts
 
-    @contextlib.contextmanager
-    def _alone(self):
-        "A call that moves or reads the sequence. Raises RuntimeError in a forked process and while another call is under way."
-        if os.getpid() != self._process:
-            raise RuntimeError(f"this model belongs to process {self._process}, whose readers this one, forked from it, has not: load one here")
-        if self._closed:
-            raise RuntimeError("this model is closed: load one")
-        if not self._call.acquire(blocking=False):
-            raise RuntimeError("another call of this model is under way: one at a time, so load a model for each thread")
-        try:
-            self.turn += 1
-            yield
-        finally:
-            self._call.release()
+    def forward(self, ids: Ids[int], sequence: Sequence, wanted: int, watch: Callable | None = None) -> np.ndarray:
+        """Read the chunk `ids` (T >= 1 of them); logits float32 [wanted, vocab] of its last `wanted` tokens.
 
-    def reset(self):
-        "Forget the sequence: zero KDA state, empty latent cache, position 0."
-        c = self.config
-        with self._alone():
-            self.position, self._whole = 0, False
-            width = c.kv_lora_rank + c.qk_rope_head_dim
-            self.state = None  # gone before the new one comes: there is room for one
-            self.state = [kda_state(c.kda_num_heads, c.kda_head_dim, c.kda_conv_kernel) if c.layer_kind(L) == "kda"
-                          else np.zeros((self.context, width), np.float32) for L in range(c.num_hidden_layers)]
-            self._whole = True
-
-    def prefill(self, ids):
-        "Read `ids` (1 or more) after what came before; logits float32 [vocab] of the last. Raises UsageError on a bad id."
-        return self.forward(ids, last_only=True)[-1]
-
-    def step(self, token):
-        "Read one id; logits float32 [vocab]."
-        return self.prefill([token])
-
-    def forward(self, ids, last_only=False, watch=None):
-        """Read `ids`; logits float32 [T, vocab], or [1, vocab] of the last one. The bits do not depend on `chunk`.
-
-        `watch(name, layer, array)` is shown "hidden" (the running sum, [T, H]) and "router" (ids and weights, [T, k]) of
-        every layer, then "blocks", "mix" and "norm"; a chunk at a time.
+        Moves `sequence` on by T positions. `watch(name, layer, value)` is shown "router" (ids and weights, [T, k]) and
+        "hidden" (the running sum, [T, H]) of every layer, then "blocks", "mix" and "norm". Raises NotFinite for a
+        product that is infinite or NaN, its `tensor` the name of the weight that was taken last.
         """
-        with self._alone():
-            ids = self._checked(ids)
-            rows = []
-            for first in range(0, len(ids), self.chunk):
-                part = ids[first:first + self.chunk]
-                final = first + len(part) == len(ids)
-                self._whole = False
-                try:
-                    x = self._layers(part, watch or (lambda *_: None))
-                    rows.append(self._head(x[-1:] if last_only else x, wanted=final or not last_only))
-                except NotFinite as error:
-                    raise CheckpointError(self._cause(error)) from None
-                self.position += len(part)
-                self._whole = True
-            return rows[-1] if last_only else np.concatenate(rows)
+        set_num_threads(self.threads)
+        weights, watch = PassWeights(self._weight), watch or (lambda *_: None)
+        sequence.complete = False
+        try:
+            x = self._layers(ids, sequence, weights, watch)
+            logits = self._logits(x[len(ids) - wanted:], weights)
+        except NotFinite as error:
+            error.tensor = weights.last
+            raise
+        sequence.position += len(ids)
+        sequence.complete = True
+        return logits
 
-    def _check_whole(self):
-        if not self._whole:
-            raise RuntimeError("a pass was broken off, so some layers have read a token that others have not: reset() or load_state() first")
 
-    def _checked(self, ids):
-        self._check_whole()
-        ids = list(ids) if isinstance(ids, Iterable) and not isinstance(ids, (str, bytes)) else [ids]
-        if not ids:
-            raise UsageError("the prompt is empty: at least one token id is needed")
-        for i in ids:
-            if not isinstance(i, (int, np.integer)) or isinstance(i, bool):
-                raise UsageError(f"{i!r} is not a token id: whole numbers are needed")
-        check_range(ids, self.config)
-        if self.position + len(ids) > self.context:
-            raise UsageError(f"{self.position} + {len(ids)} positions do not fit the context of {self.context} this model was loaded for")
-        return [int(i) for i in ids]
+# %% [markdown]
+# The loop. Attention that closes a block does not add to the running sum: it begins the next one. This is the first of
+# the four mistakes above, and here it is one `if`.
 
-    def _take(self, name):
-        self._taken = name
-        return self.trunk.take(name)
-
-    def _cause(self, error):
-        "What to say of a NotFinite: the damaged number in the rows it names, else the tensor at which an activation overflowed."
-        name, extent = self._taken, self.trunk.checkpoint.extent(self._taken)
-        L = name.split(".layers.")[1].split(".")[0] if ".layers." in name else None
-        weights = name, extent
-        if error.matrix:
-            e, matrix = error.matrix
-            extents = Expert(*self.experts.extents(int(L), e))
-            name, extent = EXPERT_NAME.format(L, e, matrix, "packed"), getattr(extents, matrix)
-            weights = EXPERT_NAME.format(L, e, matrix, "scale"), getattr(extents, matrix + "_scale")
-        damage = error.rows and not_finite_in(self.trunk.files, weights[1], weights[0], *error.rows)
-        where = "after the last layer" if L is None else f"layer {L}"
-        return damage or f"{extent.file}: {where}, {name}: {error}; what the file holds there is finite: an activation overflows"
-
-    def _layers(self, ids, watch):
+# %% tags=["export"]
+class Model(Model):
+    def _layers(self, ids, sequence, weights, watch):
         "The normed output of the last layer, float32 [T, H]."
-        c, take = self.config, self._take
-        eps, T, H = c.rms_norm_eps, len(ids), c.hidden_size
-        blocks = -(-c.num_hidden_layers // c.attn_res_block_size)
-        sources = np.empty((blocks + 1, T, H), np.float32)  # finished blocks, then the running sum at index n
-        h = np.empty((T, H), np.float32)
-        self.trunk.begin()
+        stream = ResidualStream(len(ids), self.config)
         for t, i in enumerate(ids):
-            sources[0, t] = self.trunk.row(EMBED, i)
-            self._taken = EMBED
-            check_product(sources[:1, t], sources[:1, t], lambda _: (i, i + 1))
-        n = 0
-        for L in range(c.num_hidden_layers):
-            attention, ffn = layer_parts(c, L)
-            norm, proj, layernorm = (take(tensor_name(L, "norms", short)) for short in NORMS[:3])
-            if n:
-                mix(sources, n + 1, norm, proj, eps, h)
+            stream.sources[0, t] = self._embedding(i)
+        for L in range(self.config.num_hidden_layers):
+            attention, feed_forward = layer_parts(self.config, L)
+            norms = weights.part(L, "norms")
+            x = self._normed(stream, *(norms[short] for short in ATTENTION_NORMS))
+            y = self._attention(L, attention, weights, x, sequence)
+            if L % self.config.attn_res_block_size == 0:
+                stream.end_block(y)
             else:
-                h[:] = sources[0]
-            y = self._attention(L, attention, rms_norm(h, layernorm, eps))
-            if L % c.attn_res_block_size == 0:
-                n += 1
-                sources[n] = y
-            else:
-                sources[n] += y
-            norm, proj, layernorm = (take(tensor_name(L, "norms", short)) for short in NORMS[3:])
-            mix(sources, n + 1, norm, proj, eps, h)
-            sources[n] += self._ffn(L, ffn, rms_norm(h, layernorm, eps), watch)
-            watch("hidden", L, sources[n])
-            self.on_layer(L)
-        norm, proj, layernorm = (take(name) for name in FINAL)
-        mix(sources, n + 1, norm, proj, eps, h)
-        watch("blocks", None, sources[:n])
+                stream.running_sum[:] += y
+            x = self._normed(stream, *(norms[short] for short in FFN_NORMS))
+            stream.running_sum[:] += self._feed_forward(L, feed_forward, weights, x, watch)
+            watch("hidden", L, stream.running_sum)
+        norm, proj, layernorm = (weights.take(name) for name in FINAL)
+        watch("blocks", None, stream.sources[:stream.n])
+        h = stream.mixed(norm, proj)
         watch("mix", None, h)
-        x = rms_norm(h, layernorm, eps)
+        x = rms_norm(h, layernorm, self.config.rms_norm_eps)
         watch("norm", None, x)
         return x
 
-    def _attention(self, L, kind, x):
-        c, W = self.config, Weights(self._take, L, kind)
+    def _normed(self, stream, norm, proj, layernorm):
+        "What a half-layer's products read: the mixed residual stream, normed; float32 [T, H]."
+        return rms_norm(stream.mixed(norm, proj), layernorm, self.config.rms_norm_eps)
+
+
+# %% [markdown]
+# A half-layer is a function of chapters 2 to 4 with its numbers filled in from the config.
+
+# %% tags=["export"]
+class Model(Model):
+    def _attention(self, L, kind, weights, x, sequence):
+        "KDA or MLA of layer L for normed input `x`; moves the layer's state on. float32 [T, H]."
+        c, W = self.config, weights.part(L, kind)
         if kind == "kda":
-            return kda_layer(W, x, self.state[L], c.rms_norm_eps, c.kda_gate_lower_bound)
-        return mla_layer(W, x, self.state[L], self.position, c.num_attention_heads, c.qk_nope_head_dim,
+            return kda_layer(W, x, sequence.layers[L], c.rms_norm_eps, c.kda_gate_lower_bound)
+        return mla_layer(W, x, sequence.layers[L], sequence.position, c.num_attention_heads, c.qk_nope_head_dim,
                          c.qk_rope_head_dim, c.v_head_dim, LATENT_EPS)
 
-    def _ffn(self, L, kind, x, watch):
-        c, W = self.config, Weights(self._take, L, kind)
+    def _feed_forward(self, L, kind, weights, x, watch):
+        "The dense MLP or the experts of layer L for normed input `x`. float32 [T, H]."
+        c, W = self.config, weights.part(L, kind)
         beta, linear_beta = c.activation_situ_beta, c.activation_situ_linear_beta
         if kind == "dense":
             return dense_mlp(W, x, beta, linear_beta)
-        return moe_layer(W, self.experts.layer(L), x, c.num_experts_per_token, c.routed_scaling_factor, beta, linear_beta,
-                         c.rms_norm_eps, on_route=lambda ids, weights: watch("router", L, (ids, weights)))
+        return moe_layer(W, self._experts.layer(L), x, c.num_experts_per_token, c.routed_scaling_factor, beta,
+                         linear_beta, c.rms_norm_eps, on_route=lambda ids, weights: watch("router", L, (ids, weights)))
 
-    def _head(self, x, wanted):
-        "Logits float32 [T, vocab], or None: a pass whose logits nobody wants ends before the head, and the next begins anew."
-        return linear(self._take(HEAD), x) if wanted else None
-
-    def identity(self):
-        """What a state belongs to, in hex: sha256 of the config, and of all vectors and the first row of every matrix of the walk.
-
-        The same at any budget and for a packed trunk. It does not see other rows, the embedding and the experts: `k3 verify` does.
-        """
-        if self._identity is None:
-            config = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in dataclasses.asdict(self.config).items()}
-            digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-            for name, extent in self.trunk.extents.items():
-                value = self.trunk.resident.get(name)
-                first_row = value if isinstance(value, np.ndarray) else self.trunk.files.array(extent, "other", 0, 1)
-                digest.update(f"{name} {extent.dtype} {extent.shape}\n".encode())
-                digest.update(np.ascontiguousarray(first_row))
-            self._identity = digest.hexdigest()
-        return self._identity
-
-    def _saved(self, position):
-        "[(name, array)] of what a sequence of `position` tokens carries: the arrays of the state, of a latent cache the rows in use."
-        saved = []
-        for L, state in enumerate(self.state):
-            parts = {"latent": state[:position]} if isinstance(state, np.ndarray) else state._asdict()
-            saved += [(f"layers.{L}.{part}", array) for part, array in parts.items()]
-        return saved
-
-    def _state_header(self, saved):
-        return header_bytes([*((name, "F32", array.shape) for name, array in saved), ("about", "U8", (ABOUT,))])
-
-    def _about(self, position, sha256=""):
-        return {"format": "k3lib state", "version": STATE_VERSION, "model": self.identity(), "position": position, "sha256": sha256}
-
-    def save_state(self, file):
-        "Write what this sequence carries to `file`, whole or not at all: a safetensors file. Raises OSError."
-        with self._alone():
-            self._check_whole()
-            saved = self._saved(self.position)
-            digest = hashlib.sha256(about_bytes(self._about(self.position)))
-            with whole_file(file) as out:
-                for data in (self._state_header(saved), *(array.reshape(-1) for _, array in saved)):
-                    digest.update(data)
-                    out.write(data)
-                out.write(about_bytes(self._about(self.position, digest.hexdigest())))
-
-    def load_state(self, file):
-        """Go on with the sequence that save_state has written to `file`, at whatever budget, number of threads and context it was.
-
-        Raises FileNotFoundError, StateError for a file that is damaged or of another model or version, UsageError if the context is too
-        small; the model has not changed then. A file that changes or fails during the second reading leaves a model to be reset.
-        """
-        path = Path(file)
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}, expected a saved state")
-        with self._alone(), open_shard(path) as source:
-            try:
-                position = self._check_state(source, path)
-                saved = self._saved(position)
-                at = len(self._state_header(saved))
-                self._whole = False
-                for _, array in saved:
-                    read_exactly(source, array.reshape(-1).view(np.uint8), at, path)
-                    at += array.nbytes
-                self._check_state(source, path)
-            except CheckpointError as error:
-                raise StateError(str(error)) from None
-            self.position, self._whole = position, True
-
-    def _check_state(self, source, path):
-        "The position of the state in the open file `source`. Raises StateError and UsageError."
-        size = os.fstat(source.fileno()).st_size
-        last = b"".join(file_pieces(source, max(0, size - ABOUT), size, path))
-        try:
-            about = json.loads(last)
-            position, sha256 = about["position"], about["sha256"]
-            wrong = not (about["format"] == "k3lib state" and type(position) is int and 0 <= position < 1 << 40)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            wrong = True
-        if wrong:
-            raise StateError(f"{path}: the last {ABOUT} of {size:,} bytes are not the description of a saved state: truncated, damaged, or something else")
-        if about["version"] != STATE_VERSION:
-            raise StateError(f"{path}: a state of version {about['version']!r:.40}, expected {STATE_VERSION}")
-        if about["model"] != self.identity():
-            raise StateError(f"{path}: the state of another model, {about['model']!r:.20}, expected {self.identity():.16}")
-        if position > self.context:
-            raise UsageError(f"{path}: a state of {position} positions does not fit the context of {self.context} this model was loaded for")
-        saved = self._saved(position)
-        head = self._state_header(saved)
-        expected = len(head) + sum(array.nbytes for _, array in saved) + ABOUT
-        if size != expected:
-            raise StateError(f"{path}: {size:,} bytes, expected {expected:,} for {position} positions")
-        digest = hashlib.sha256(about_bytes(self._about(position)))
-        for piece in file_pieces(source, 0, size - ABOUT, path):
-            digest.update(piece)
-        if last != about_bytes(self._about(position, digest.hexdigest())):
-            raise StateError(f"{path}: sha256 {digest.hexdigest():.16}..., expected {sha256!r:.16}...: damaged")
-        return position
-
-    def close(self):
-        "End the readers, close the shards and give the weights' memory back; `with` does it too. A forked process has nothing to close."
-        if os.getpid() != self._process:
-            return
-        self._closed = True
-        self.experts.close()
-        self.trunk.close()
-        self.trunk.files.close()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
+    def _logits(self, x, weights):
+        "float32 [len(x), vocab]. A pass whose logits nobody wants ends before the head: 2.3 GB that need not be read."
+        if len(x) == 0:
+            return np.empty((0, self.config.vocab_size), np.float32)
+        return linear(weights.take(HEAD), x)
 
 
 # %% [markdown]
 # ## 5.8.4 The gate
 #
-# Logits of all 32 positions, the running sum after each of the 13 layers, and every routing decision, within the fixture's
-# tolerances.
+# The embedded model is small enough to hold: every matrix is an array, every expert six of them. So `weight` is a
+# dictionary, and the experts of a layer are there when they are asked for.
 
 # %%
-from k3lib.experts import Experts, expert_slot_bytes
-from k3lib.trunk import Files, Trunk
+from k3lib.matmul import ResidentMatrix, bf16_to_float32
+from k3lib.moe import Expert
+from k3lib.tensors import TABLE, forward_order, is_matrix
 
 
-def small_model(chunk, pinned):
-    "A Model with a ring of four slots and four expert slots; everything in `pinned` stays in memory."
-    files = Files()
-    trunk = Trunk(checkpoint, names, pinned, row_multiples(config), files, lambda name: "trunk", 4, 40_000, 2)
-    six = lambda L, e: list(checkpoint.expert(L, e).values())
-    return Model(config, trunk, Experts(six, files, 4, expert_slot_bytes(six(1, 0)), 2, range(1, config.num_hidden_layers)), context=64, chunk=chunk)
+def in_memory(name):
+    "A tensor of the checkpoint as `weight` must give it: a matrix, or a float32 vector."
+    array = checkpoint.raw(name)
+    if is_matrix(name, checkpoint.extent(name)):
+        return ResidentMatrix(array)
+    array = bf16_to_float32(array) if array.dtype == np.uint16 else array
+    return array.reshape(-1) if array.ndim == 2 else array
 
+
+class ExpertsInMemory:
+    "All routed experts of the embedded model, read once."
+
+    def __init__(self):
+        moe_layers = range(config.first_k_dense_replace, config.num_hidden_layers)
+        self.experts = {L: [self.read(L, e) for e in range(config.num_experts)] for L in moe_layers}
+
+    def read(self, L, e):
+        return Expert(*(checkpoint.raw(expert_name(L, e, row.short)) for row in TABLE["expert"]))
+
+    def layer(self, L):
+        return LayerInMemory(self.experts[L])
+
+
+class LayerInMemory:
+    def __init__(self, experts):
+        self.experts = experts
+
+    def request(self, ids):
+        self.requested = ids
+
+    def each(self, work, threads):
+        for e in self.requested:
+            work(e, self.experts[e])
+
+
+weights = {name: in_memory(name) for name in forward_order(config)}
+embedding = bf16_to_float32(checkpoint.raw(EMBED))
+model = Model(config, embedding.__getitem__, weights.__getitem__, ExpertsInMemory(), threads=1)
+
+# %% [markdown]
+# Logits of all 32 positions, the running sum after each of the 13 layers, and every routing decision, within the
+# fixture's tolerances: the prompt in one chunk, then step by step.
 
 # %%
 hidden, routed = {}, {}
@@ -607,11 +506,11 @@ def watch(name, L, value):
         routed[L] = np.sort(value[0], 1)
 
 
-model = small_model(chunk=12, pinned=frozenset())
-rows = [model.forward(EXPECTED["prompt_ids"], watch=watch)]
-rows += [model.step(i)[None] for i in EXPECTED["generated_ids"]]
-model.close()
+sequence = Sequence(config, context=64)
+rows = [model.forward(EXPECTED["prompt_ids"], sequence, wanted=12, watch=watch)]
+rows += [model.forward([i], sequence, wanted=1) for i in EXPECTED["generated_ids"]]
 logits = np.concatenate(rows)
+assert sequence.position == 32
 assert np.abs(logits - EXPECTED["logits_full"]).max() < LOGIT_TOLERANCE
 assert all((routed[L] == EXPECTED["router_ids"][L - 1]).all() for L in routed)
 assert logits[11:31].argmax(1).tolist() == EXPECTED["generated_ids"].tolist()
@@ -619,8 +518,8 @@ print("logits of 32 positions within", LOGIT_TOLERANCE, "- routing equal in", le
 
 
 # %% [markdown]
-# Rounding grows with depth, and grows alike in two float32 implementations that share no code. A mistake would be a step in
-# this picture, at the layer that makes it.
+# Rounding grows with depth, and grows alike in two float32 implementations that share no code. A mistake would be a
+# step in this picture, at the layer that makes it.
 
 # %% tags=["nbval-ignore-output"]
 def relative(found, wanted):
@@ -632,7 +531,8 @@ ax.semilogy(relative(hidden, hidden64[:, :12]), "o-", label="this book, float32"
 ax.semilogy(relative(EXPECTED["hidden_after_layer"], hidden64[:, :12]), "s--", label="mlx, float32")
 ax.axhline(4e-4, color="0.6", lw=1)
 ax.text(0, 4.4e-4, "tolerance", fontsize=8, color="0.4")
-ax.set(xlabel="layer", ylabel="largest difference from float64,\nover the layer's largest", title="Two float32 walks drift from float64 by as much")
+ax.set(xlabel="layer", ylabel="largest difference from float64,\nover the layer's largest",
+       title="Two float32 forward passes drift from float64 by as much")
 ax.legend()
 plt.show()
 
@@ -640,37 +540,33 @@ plt.show()
 # %% [markdown]
 # ## 5.8.5 One answer
 #
-# Chunks of any size, weights streamed or pinned: the logits are the same bytes, because each output is one row's dot product
-# in a fixed order and each sum over positions, keys, ranks and sources is taken in the order of its index.
+# A prompt may be cut into chunks of any size: the logits are the same bytes, because each output is one row's dot
+# product in a fixed order, and each sum over positions, keys, ranks and sources is taken in the order of its index.
+# That the same holds for weights that come from a disk at any budget is for chapters 5.22 and 5.25 to show.
 
 # %%
-def run(chunk, pinned):
-    model = small_model(chunk, pinned)
-    rows = [model.forward(ids[:12])] + [model.step(i)[None] for i in ids[12:16]]
-    model.close()
-    return np.concatenate(rows).tobytes()
+def in_chunks(size, ids=ids[:16]):
+    sequence, chunks = Sequence(config, context=len(ids)), [ids[at:at + size] for at in range(0, len(ids), size)]
+    return np.concatenate([model.forward(chunk, sequence, wanted=len(chunk)) for chunk in chunks]).tobytes()
 
 
-reference = logits[:16].tobytes()
-for chunk in (1, 2, 3, 5, 12):
-    assert run(chunk, frozenset()) == reference
-assert run(12, frozenset(names)) == run(4, frozenset(names[::2])) == reference
-print("7 ways to cut and hold, one answer: True")
+for size in (1, 2, 3, 5, 12, 16):
+    assert in_chunks(size) == logits[:16].tobytes()
+print("6 chunk sizes, one answer: True")
 
 # %% [markdown]
 # ## Summary
 #
-# - A pass takes its tensors in an order that is known before it starts; only experts depend on the data.
-# - The residual stream is a handful of block sums and one running sum; the boundary is `n += 1`.
-# - Equal bytes across chunks, budgets and threads is a property of sums with fixed order, tested here by comparing bytes.
+# - A forward pass takes its tensors in an order that is known before it starts; only experts depend on the data.
+# - The residual stream is a handful of block sums and one running sum; a block ends with `n += 1`.
+# - Equal bytes across chunks is a property of sums with fixed order, tested here by comparing bytes.
 #
 # ## Exercises
 #
-# 1. In `forward64`, store the running sum after the boundary mix and show which of the 13 layers see more than two sources.
-# 2. Swap `self_attention_res_*` and `mlp_res_*` in one layer. Which layer moves the logits most? Does any keep all twenty ids?
-# 3. Count the bytes one pass over K3's walk reads, from shapes alone, and compare with the 108.8 GB of chapter 5.6.
+# 1. In `forward64`, store the running sum after the boundary mix and show which of the 13 layers see more than two
+#    sources.
+# 2. Swap `self_attention_res_*` and `mlp_res_*` in one layer. Which layer moves the logits most? Does any keep all
+#    twenty ids?
+# 3. Count the bytes that one forward pass of K3 reads, from shapes alone, and compare with the 108.8 GB of chapter 5.6.
 #
-# Next: [5.6 The dial](06_decode.ipynb) spends a budget.
-
-# %% tags=["export"]
-LATENT_EPS = 1e-6  # of the two MLA latent norms: the reference class's default, not rms_norm_eps
+# Next: [5.9 Past the page cache](09_disk.ipynb) begins to read those bytes.

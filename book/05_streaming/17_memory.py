@@ -1,23 +1,40 @@
 # %% [markdown]
 # # 5.17 What a process has, and what it may still have
 #
+# A budget says how many bytes a process may hold. Three questions come before it can be kept: what does "8GB" mean, how
+# much does the process hold already, and will the system give it the rest? The last one has a trap. A container sees
+# the memory of the whole machine in `/proc/meminfo` and is ended when it takes more than its own share of it.
+#
+# At the end you can read a size a person has written, and say how much memory this process may still take.
+#
+# Needs chapter 5.1 (what the system tells). Runs in seconds.
+#
 # [5.16 Experts: fetched when the router has spoken](16_experts.ipynb) · [contents](../README.md) · [5.18 The dial: bytes to plan](18_plan.ipynb)
+
+# %%
+import tempfile
 
 # %% [markdown]
 # ## 5.17.1 A budget is text until it is bytes
 #
-# Sizes carry their unit. `8GB` is $8\cdot10^9$ bytes, `8GiB` is $2^{33}$; anything else is refused before a file is opened.
+# Sizes carry their unit. `8GB` is $8\cdot10^9$ bytes, `8GiB` is $2^{33}$; anything else is refused before a file is
+# opened. Threads, positions and tokens are whole numbers, and a refusal names the argument.
 
 # %% tags=["export"]
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from k3lib.system import machine_free_bytes
 from k3lib.fileio import UsageError
 
+
 # %% tags=["export"]
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+         "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-def parse_size(text):
+def parse_size(text: str | int) -> int:
     "Bytes of '8GB' (8e9), '8GiB' (2^33), '900MB' or a whole number. Raises UsageError."
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if not match or match[2].upper() not in UNITS:
@@ -25,12 +42,23 @@ def parse_size(text):
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
-def shown_size(n):
+def shown_size(n: int | float) -> str:
     "A number of bytes with a unit: 17.5 MB."
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if abs(n) >= size:
             return f"{n / size:.{2 if unit in ('GB', 'TB') else 1}f} {unit}"
     return f"{n} B"
+
+
+def whole_number(name: str, value: Any, low: int, high: int) -> int:
+    "`value` as an int from `low` to `high`. Raises UsageError naming the argument."
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = None
+    if number is None or isinstance(value, float) and value != number or not low <= number <= high:
+        raise UsageError(f"{name} is {value!r}: a whole number from {low} to {high} is needed")
+    return number
 
 
 # %%
@@ -40,88 +68,99 @@ for text in ("lots", "-1GB", "8 gigs"):
         parse_size(text)
     except UsageError as error:
         print("refused:", error)
-
+assert whole_number("threads", "2", 1, 8) == 2
 
 # %% [markdown]
-# ## 5.17.2 What a process has, and what it may still have
+# ## 5.17.2 What may still be had
 #
-# Three numbers matter: resident now, the peak so far, and what can still be had. The peak is `VmHWM`, a high-water mark of this
-# process's own pages; `ru_maxrss` starts from the peak of whoever forked it. Free memory is the machine's, or the cgroup's
-# where a container allows less, whichever of the nested limits is the tightest.
+# What the process holds is asked of the system (5.1): resident now, and the peak so far. The peak is `VmHWM`, a
+# high-water mark of this process's own pages; where there is no such field, `ru_maxrss` takes its place, which starts
+# from the peak of the process that forked this one.
+#
+# What it may still have is the machine's free memory, or less. On Linux a container is a group of processes with a
+# limit of its own, a cgroup, and groups lie inside groups: the tightest limit on the way to the root is the one that
+# counts. There are two versions of their files.
+#
+# A cgroup's usage includes page cache: copies of file contents that the kernel keeps because nobody needed the memory.
+# Those that have not been used lately are dropped before memory is refused, so they count as free.
 
 # %% tags=["export"]
-def status_bytes(field):
-    "A field of /proc/self/status in bytes, or None where there is no /proc."
-    try:
-        with open("/proc/self/status") as lines:
-            return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":")), None)
-    except OSError:
-        return None
-
-
-def resident_bytes():
-    "Bytes of this process in memory now, or None where the system does not tell."
-    return status_bytes("VmRSS")
-
-
-def peak_bytes():
-    "The most bytes this process has had in memory, or None. VmHWM: ru_maxrss would count what a forking parent had."
-    return status_bytes("VmHWM")
-
-
-def read_call_bytes():
-    "Bytes this process has been given by read calls, as the kernel counts them (rchar), or None where it does not."
-    try:
-        with open("/proc/self/io") as lines:
-            return next(int(line.split()[1]) for line in lines if line.startswith("rchar:"))
-    except OSError:
-        return None
-
-
-def available_bytes():
-    "Bytes this process can still have: what the machine has free, or its cgroup if that is less; None where the system does not tell."
-    try:
-        with open("/proc/meminfo") as lines:
-            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except OSError:
-        return None
-    return min([free, *cgroup_free()])
-
-
-# Per version: where the memory controller's folders begin, and the files for limit, usage and, in memory.stat, cold page cache.
+# Per version of cgroups: the folder of the memory controller, the files for limit and usage, and the line of memory.stat
+# that counts page cache which has not been used lately.
 CGROUPS = {
     1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("", "memory.max", "memory.current", "inactive_file"),
 }
 
 
-def cgroup_free(membership="/proc/self/cgroup", root="/sys/fs/cgroup"):
-    """Free bytes of each memory cgroup the process is in, the enclosing ones included, as far as they have a limit.
-
-    Page cache that nobody has used lately counts as free: the kernel drops it before it refuses memory.
-    """
+def cgroup_free(membership: str | Path = "/proc/self/cgroup", root: str | Path = "/sys/fs/cgroup") -> Iterator[int]:
+    "Free bytes of each memory cgroup that this process is in, the enclosing ones included, if they have a limit."
     try:
         lines = Path(membership).read_text().splitlines()
-    except OSError:
+    except OSError:  # no cgroups here
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        top, limit_file, usage_file, cold = CGROUPS[1 if controllers else 2]
-        folder = Path(root, top, path.lstrip("/"))
+        version = 1 if controllers else 2
+        top = Path(root, CGROUPS[version][0])
+        folder = top / path.lstrip("/")
         for group in (folder, *folder.parents):
-            try:
-                limit, usage = ((group / name).read_text().strip() for name in (limit_file, usage_file))
-                stat = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
-            except OSError:
-                limit = "max"
-            if limit != "max":
-                yield int(limit) - int(usage) + int(stat.get(cold, 0))
-            if group == Path(root, top):
+            free = _group_free(group, version)
+            if free is not None:
+                yield free
+            if group == top:
                 break
 
 
+def _group_free(group, version):
+    "Free bytes of one cgroup, or None if it has no limit or cannot be read."
+    _, limit_file, usage_file, cold = CGROUPS[version]
+    try:
+        limit, usage = ((group / name).read_text().strip() for name in (limit_file, usage_file))
+        stat = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    return None if limit == "max" else int(limit) - int(usage) + int(stat.get(cold, 0))
+
+
+def available_bytes() -> int | None:
+    "Bytes this process can still have: the machine's free memory or its cgroups', whichever is least; None if not told."
+    free = machine_free_bytes()
+    return None if free is None else min([free, *cgroup_free()])
+
+
+# %% [markdown]
+# A made-up machine shows the rule. The inner group has no limit. The outer one allows 1000 bytes and uses 400, 100 of
+# them cold page cache: 700 are free.
+
+# %%
+with tempfile.TemporaryDirectory() as scratch:
+    inner = Path(scratch, "outer", "inner")
+    inner.mkdir(parents=True)
+    for group, limit, usage, cold in ((inner, "max", 10, 0), (inner.parent, 1000, 400, 100)):
+        for name, text in (("memory.max", limit), ("memory.current", usage), ("memory.stat", f"inactive_file {cold}")):
+            (group / name).write_text(f"{text}\n")
+    Path(scratch, "self").write_text("0::/outer/inner\n")
+    print("free in the groups with a limit:", list(cgroup_free(Path(scratch, "self"), scratch)))
+
 # %% tags=["nbval-ignore-output"]
+from k3lib.system import peak_bytes, resident_bytes
+
 for what, n in (("resident", resident_bytes()), ("peak", peak_bytes()), ("available", available_bytes())):
     print(f"{what:<10}", "not told" if n is None else shown_size(n))
+
+# %% [markdown]
+# ## Summary
+#
+# - Sizes carry their unit, and what is no size is refused by name.
+# - A process may take what the machine has free or what its cgroups allow, whichever is least.
+#
+# ## Exercises
+#
+# 1. Start a container with a memory limit and compare `/proc/meminfo` inside it with `available_bytes()`.
+# 2. Read a large file through the page cache and watch `memory.current` and `inactive_file` of your cgroup. What would
+#    be refused if cold page cache did not count as free?
+#
+# Next: [5.18 The dial: bytes to plan](18_plan.ipynb) spends a budget.

@@ -5,11 +5,14 @@
 # decodes greedily, and the report says what that cost. At the end you can run a model of any size on this machine and
 # know that the budget changed the time, never a bit of the answer.
 #
+# Needs the whole book; uses what chapters 5.18 to 5.24 made. Runs in under a minute.
+#
 # [5.24 A checkpoint without the weights](24_synth.ipynb) · [contents](../README.md)
 #
-# Run it in batch with other parameters, from the repository's root:
+# Run it in batch with other parameters, from any folder:
 #
-#     papermill book/05_streaming/06_decode.ipynb out.ipynb -p model_dir DIR -p ram 8GB -p ids "1,2,3" -p max_new_tokens 8
+#     papermill book/05_streaming/25_decode.ipynb out.ipynb -p model_dir DIR -p ram 8GB \
+#         -p ids "1,2,3" -p max_new_tokens 8
 
 # %% tags=["parameters"]
 model_dir = ""  # a checkpoint's folder; empty: the embedded 13-layer model
@@ -34,24 +37,40 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 
-from k3lib.model import EXPERT_NAME
+from k3lib import load
+from k3lib.checkpoint import Checkpoint
+from k3lib.cli import pack_trunk
+from k3lib.config import read_config
+from k3lib.fileio import CheckpointError
+from k3lib.header import ITEMSIZE
+from k3lib.memory import shown_size
+from k3lib.plan import PlanError
 from k3lib.synth import synth
-from k3lib.trunk import ITEMSIZE
+from k3lib.tensors import EMBED, HEAD, expert_name, layer_of, part_of, tensor_name, text_tensors
 from k3lib.verify import manifest_text, verify
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 plt.style.use(ROOT / "book" / "k3.mplstyle")
 ORACLE = ROOT / "fixtures" / "oracle13"
 EXPECTED = json.loads((ORACLE / "expected.json").read_text())
+K3 = read_config(ROOT / "fixtures" / "k3")
 
 
 # %% [markdown]
 # ## 5.25.1 Three budgets, the same bytes
 #
-# Just above the floor most of the trunk streams; two megabytes more keep most of it; with plenty, nothing is read twice. The
-# logits of all steps are compared as bytes.
+# Just above the floor most of the trunk streams; two megabytes more keep most of it; with plenty, nothing is read
+# twice. The logits of all steps are compared as bytes.
 
 # %%
+def floor():
+    "The smallest budget that load accepts now: it says so when it refuses less."
+    try:
+        load(ORACLE / "model", ram=1, context=32)
+    except PlanError as error:
+        return error.least
+
+
 def logits_at(ram, trunk=None):
     model = load(ORACLE / "model", ram=ram, trunk=trunk, context=32)
     rows = []
@@ -63,7 +82,7 @@ def logits_at(ram, trunk=None):
 
 
 # %%
-runs = [logits_at(floor(32) + extra) for extra in (2_000_000, 4_000_000, 100_000_000)]
+runs = [logits_at(floor() + extra) for extra in (2_000_000, 4_000_000, 100_000_000)]
 for tokens, _, share, read in runs:
     assert tokens == EXPECTED["generated_ids"][:6]
 assert runs[0][1] == runs[1][1] == runs[2][1]
@@ -76,7 +95,7 @@ print("three budgets, three amounts of reading, the same logits: True")
 # %%
 with tempfile.TemporaryDirectory() as scratch:
     done = pack_trunk(os.path.relpath(ORACLE / "model"), Path(scratch, "trunk"))
-    packed = logits_at(floor(32) + 2_000_000, trunk=Path(scratch, "trunk"))
+    packed = logits_at(floor() + 2_000_000, trunk=Path(scratch, "trunk"))
 assert packed[0] == runs[0][0] and packed[1] == runs[0][1]
 print("packed,", done.partition(": ")[2].partition(" on disk")[0].rpartition(",")[0] + ":", "the same logits: True")
 
@@ -84,21 +103,21 @@ print("packed,", done.partition(": ")[2].partition(" on disk")[0].rpartition(","
 # %% [markdown]
 # ## 5.25.2 One token, in time
 #
-# A model large enough to watch: five layers of the released width with 64 experts each (5.24), 16.6 GB of tensors in 600 MB of memory. Every
-# read and every product of one step leaves an event (5.13.2).
+# A model large enough to watch: five layers of the released width with 64 experts each (5.24), 16.6 GB of tensors in
+# 600 MB of memory. Every read and every product of one step leaves an event (5.13.2).
 
 # %%
 def one_step(folder, ram, ids):
-    "The events of the step after the prompt `ids` and the ends of its layers, in seconds from its beginning; and its config."
+    "Of the step after the prompt `ids`: its events and the ends of its layers, seconds from its beginning; its config."
     model = load(folder, ram=ram, context=len(ids) + 1)
     token = int(np.argmax(model.prefill(ids)))
-    model.trunk.files.log, ends = [], []
+    model.files.log, ends = [], []
     model.on_layer = lambda L: ends.append(time.perf_counter() - began)
     began = time.perf_counter()
     model.step(token)
     ends.append(time.perf_counter() - began)
     model.close()
-    return [e._replace(began=e.began - began, ended=e.ended - began) for e in model.trunk.files.log], ends, model.config
+    return [e._replace(began=e.began - began, ended=e.ended - began) for e in model.files.log], ends, model.config
 
 
 with tempfile.TemporaryDirectory() as scratch:
@@ -109,7 +128,8 @@ print(f"{shown_size(made.payload_bytes)} of tensors, layers", *(config.layer_kin
 
 # %% tags=["nbval-ignore-output"]
 COLORS = {"trunk": "C0", "experts": "C2", "other": "C4", "arithmetic": "C1"}
-LABELS = {"trunk": "reading the trunk", "experts": "reading experts", "other": "reading the head", "arithmetic": "multiplying"}
+LABELS = {"trunk": "reading the trunk", "experts": "reading experts", "other": "reading the head",
+          "arithmetic": "multiplying"}
 
 
 def busy(what, edges):
@@ -120,7 +140,8 @@ def busy(what, edges):
 
 fig, (top, low) = plt.subplots(2, 1, figsize=(8, 4.6), height_ratios=[1, 1.1])
 edges = np.linspace(0, ends[-1], 150)
-top.stackplot((edges[1:] + edges[:-1]) / 2, [busy(what, edges) for what in COLORS], colors=COLORS.values(), labels=LABELS.values())
+top.stackplot((edges[1:] + edges[:-1]) / 2, [busy(what, edges) for what in COLORS], colors=COLORS.values(),
+              labels=LABELS.values())
 for L, (begin, end) in enumerate(zip([0, *ends], ends)):
     name = "head" if L == 5 else f"{L}: {config.layer_kind(L).upper()}" + ", dense" * config.is_dense(L)
     top.text((begin + end) / 2, 1.02, name, ha="center", fontsize=7, transform=top.get_xaxis_transform())
@@ -133,18 +154,20 @@ for e in log:
     if e.thread in threads_seen and e.ended > ends[1] and e.began < ends[2]:
         low.barh(threads_seen.index(e.thread), e.ended - e.began, left=e.began, color=COLORS[e.what])
 low.set_yticks(range(len(threads_seen)), threads_seen)
-low.set(xlim=(ends[1], ends[2]), xlabel="seconds", title="Layer 2 by thread: the trunk's readers, then, when the router has spoken, the experts'")
+low.set(xlim=(ends[1], ends[2]), xlabel="seconds",
+        title="Layer 2 by thread: the trunk's readers, then, when the router has spoken, the experts'")
 plt.show()
 
 # %% [markdown]
-# Whoever reads a piece multiplies it while it is in that core's cache, so the colours alternate within a thread; what one waits for, another
-# does. Most of these bytes are holes, which the system fills with zeros as fast as it can write: reading costs processor time here, where a
-# disk would cost waiting.
+# The thread that has read some rows multiplies them while they are in its core's cache, so the colours alternate within
+# a thread, and while one thread waits for the disk another multiplies. Most of these bytes are holes, which the system
+# fills with zeros as fast as it can write: reading costs processor time here, where a disk would cost waiting.
 #
 # ## 5.25.3 What streams, what stays, and what that costs
 #
-# The full shape, all 93 layers and 896 experts, decoded from a synthetic checkpoint at five budgets. The figures are measured
-# by `make scale`, which writes them to `fixtures/measured/scale.json`; run it, and this section is about your machine.
+# The full shape, all 93 layers and 896 experts, decoded from a synthetic checkpoint at five budgets. The figures are
+# measured by `make scale`, which writes them to `fixtures/measured/scale.json`; run it, and this section is about your
+# machine.
 
 # %% tags=["nbval-ignore-output"]
 measured = json.loads((ROOT / "fixtures" / "measured" / "scale.json").read_text())
@@ -156,32 +179,36 @@ for row in measured["rows"]:
           + "".join(f"{np.median(s):>7.1f} s" if s else " " * 9 for s in (first, later)))
 
 # %% [markdown]
-# What must be in memory at once decides the floor. A plain engine in C, which loads layer by layer and keeps its tables, needs 8.24 GB
-# for this shape. Where does it all go, and what stands there instead?
+# What must be in memory at once decides the smallest budget. A plain engine in C, which loads layer by layer and keeps
+# its tables, needs 8.24 GB for this shape. Where do they go, and what takes their place here?
 
 # %% tags=["nbval-ignore-output"]
 C_FLOOR = 8.24e9
 one_gb = next(row["plan"]["parts"] for row in measured["rows"] if row["ram"] == 10**9)
-size = {name: math.prod(shape) * ITEMSIZE[dtype] for name, dtype, shape in text_tensors(K3) if ".experts." not in name}
-layer = max(sum(n for name, n in size.items() if f".layers.{L}." in name) for L in range(K3.num_hidden_layers))
-tables = sum(n for name, n in size.items() if "embed_tokens" in name or "lm_head" in name)
-ring, state = one_gb["ring of row blocks"], one_gb["KDA state"]
+size = {name: math.prod(shape) * ITEMSIZE[dtype] for name, dtype, shape in text_tensors(K3) if part_of(name) != "experts"}
+layer = max(sum(n for name, n in size.items() if layer_of(name) == L) for L in range(K3.num_hidden_layers))
+tables = size[EMBED] + size[HEAD]
+buffers, state = one_gb["row block buffers"], one_gb["KDA state"]
+rest = sum(one_gb.values()) - buffers - one_gb["pinned trunk"]
 print(f"{'':<42}{'layer by layer':>15}{'row by row':>13}")
-for what, there, here in (("the largest layer / a ring of row blocks", layer, ring), ("both vocabulary tables / a row of one", tables, 2 * K3.hidden_size),
-                          ("KDA state, and all else", C_FLOOR - layer - tables, sum(one_gb.values()) - ring - one_gb["pinned trunk"])):
+for what, there, here in (("the largest layer / row block buffers", layer, buffers),
+                          ("both vocabulary tables / a row of one", tables, 2 * K3.hidden_size),
+                          ("KDA state, and all else", C_FLOOR - layer - tables, rest)):
     print(f"{what:<42}{shown_size(there):>15}{shown_size(here):>13}")
 print(f"the state alone: {shown_size(state)}; pinned with what a gigabyte leaves: {shown_size(one_gb['pinned trunk'])}")
 
 # %% [markdown]
-# **What streams**: every matrix of the 93 layers and the head, once a token in the same order, and the sixteen experts a layer chooses. None of it is
-# ever whole in memory: rows arrive, are multiplied, and their slot is filled again. One row of the embedding is read per token.
+# **What streams**: every matrix of the 93 layers and the head, once a token in the same order, and the sixteen experts
+# a layer chooses. None of them is ever whole in memory: rows arrive, are multiplied, and their buffer is filled again.
+# One row of the embedding is read per token.
 #
-# **What stays**: the state, because it changes at every token; vectors and convolutions, because they are small; and the front of the trunk, as
-# far as the budget goes.
+# **What stays**: the state, because it changes at every token; vectors and convolutions, because they are small; and
+# the front of the trunk, as far as the budget goes.
 #
-# Why pin, and not cache? The walk is a cycle, and on a cycle the least recently used block is the one needed next: an LRU of 90% of the trunk
-# would save nothing, pinned it saves 90% (5.13.4). Why the trunk first? A pinned gigabyte is a gigabyte less at every token. A token asks for
-# 25.8 GB of experts, and a gigabyte of cache for them saves two thirds of one at best (5.16.8).
+# Why pin, and not cache? Forward passes are a cycle, and on a cycle the least recently used row block is the one needed
+# next: an LRU cache of 90% of the trunk would save nothing, pinned it saves 90% (5.13.4). Why the trunk first? A pinned
+# gigabyte is a gigabyte less to read at every token. A token asks for 25.8 GB of experts, and a gigabyte of cache for
+# them saves two thirds of one at best (5.16.8).
 
 # %% tags=["nbval-ignore-output"]
 ladder = [row for row in measured["rows"] if row["what"] == f"{row['ram'] // 10**9}GB"]
@@ -192,7 +219,8 @@ reach = [ladder[0]["ram"] / 1e9 / 1.3, ladder[-1]["ram"] / 1e9 * 1.3]
 left.loglog(reach, reach, color="0.7", lw=1, label="the budget")
 left.axhline(C_FLOOR / 1e9, color="C1", ls="--", lw=1, label="layer by layer, in C: 8.24 GB")
 if others:
-    left.loglog([r["ram"] / 1e9 for r in others], [r["peak_rss_bytes"] / 1e9 for r in others], "x", color="C5", label="threads, packed trunk, ...")
+    left.loglog([r["ram"] / 1e9 for r in others], [r["peak_rss_bytes"] / 1e9 for r in others], "x", color="C5",
+                label="threads, packed trunk, ...")
 left.loglog([r["ram"] / 1e9 for r in ladder], [r["peak_rss_bytes"] / 1e9 for r in ladder], "o", label="measured peak")
 for axis in (left.xaxis, left.yaxis):
     axis.set_major_locator(plt.FixedLocator([1, 2, 4, 8, 16]))
@@ -207,17 +235,20 @@ for part in ("trunk", "experts", "other"):
     base += gigabytes
 for i, row in enumerate(ladder):
     right.text(i, base[i] + 2, f"{np.median(row['step_seconds'][1:]):.1f} s", ha="center", fontsize=8)
-right.set(xlabel="budget", ylabel="GB read for a token", ylim=(0, 1.35 * base.max()), title="A gigabyte of budget is a gigabyte less at every token")
+right.set(xlabel="budget", ylabel="GB read for a token", ylim=(0, 1.35 * base.max()),
+          title="A gigabyte of budget is a gigabyte less at every token")
 right.legend(ncol=3, loc="upper left")
 plt.show()
-print("read for a token at the lowest budget:", ", ".join(f"{part} {shown_size(n)}" for part, n in ladder[0]["step_bytes"][-1].items()))
+lowest = ladder[0]["step_bytes"][-1].items()
+print("read for a token at the lowest budget:", ", ".join(f"{part} {shown_size(n)}" for part, n in lowest))
 
 
 # %% [markdown]
 # ## 5.25.4 What can go wrong between the disk and the answer
 #
-# Between the publisher and a token lie a download, a disk, a cable and 1.56 TB of chances. Three of them, on a copy of the embedded model. A file that
-# ends early is caught by arithmetic: header and file size must agree, for every tensor, before anything is read.
+# Between the publisher and a token lie a download, a disk, a cable and 1.56 TB of chances. Three of them, on a copy of
+# the embedded model. A file that ends early is caught by arithmetic: header and file size must agree, for every tensor,
+# before anything is read.
 
 # %%
 def said(error, folder):
@@ -240,9 +271,10 @@ with tempfile.TemporaryDirectory() as scratch:
 
 
 # %% [markdown]
-# The right size with a wrong number in it. An E8M0 scale of 255 is NaN, and so is all it multiplies, zeros included; but SiTU's $\tanh$ would make an innocent 1 of an
-# infinity. So the sums are looked at before any curve sees them (1.4.4), and weights only where a sum is not finite: that costs 1 to 2% of a step here,
-# where a row has 128 weights, and less where it has 7168.
+# The right size with a wrong number in it. An E8M0 scale of 255 is NaN, and so is everything it multiplies, zeros
+# included; but SiTU's $\tanh$ would make an innocent 1 of an infinity. So the sums are checked before any curve sees
+# them (1.4.4), and the weights are read again only where a sum is not finite (5.22.4). That costs 1 to 2% of a step
+# here, where a row has 128 weights, and less where it has 7168.
 
 # %%
 def overwrite(extent, at, byte):
@@ -253,32 +285,36 @@ def overwrite(extent, at, byte):
 
 def first_ids(folder, n=6):
     "The first ids of the embedded model's answer, and the expert of layer 1 that its first token's first rank chose."
-    model, routed = load(folder, ram="1GB", context=32), []
-    try:
-        model.forward(EXPECTED["prompt_ids"], watch=lambda what, L, value: routed.append(value[0][0, 0]) if (what, L) == ("router", 1) else None)
-        return list(model.generate(EXPECTED["prompt_ids"], n)), int(routed[0])
-    finally:
-        model.close()
+    routed = []
+
+    def watch(name, L, value):
+        if name == "router":
+            routed.append(int(value[0][0, 0]))
+
+    with load(folder, ram="1GB", context=32) as model:
+        model.forward(EXPECTED["prompt_ids"], watch=watch)
+        return list(model.generate(EXPECTED["prompt_ids"], n)), routed[0]
 
 
 right, chosen = first_ids(ORACLE / "model")
 with tempfile.TemporaryDirectory() as scratch:
     folder = copied(scratch)
-    overwrite(Checkpoint(folder).extent(EXPERT_NAME.format(1, chosen, "w1", "scale")), 7, 255)
+    overwrite(Checkpoint(folder).extent(expert_name(1, chosen, "w1_scale")), 7, 255)
     try:
         first_ids(folder)
     except CheckpointError as error:
         print(said(error, folder))
 
 # %% [markdown]
-# A wrong number that is a number. Nobody who reads weights can know it: one nibble is as good as another, and so are nearly all bfloat16. One byte makes
-# one weight of the last layer 8,192 or more; the answer comes fluently, with exit code 0. Only who has written down what the files were can tell.
+# A wrong number that is a number. No reader of weights can know it: one nibble is as good as another, and so are nearly
+# all bfloat16. One byte makes one weight of the last layer 8,192 or more; the answer comes fluently, with exit code 0.
+# It shows only against a record of what the files were.
 
 # %%
 with tempfile.TemporaryDirectory() as scratch:
     folder, manifest = copied(scratch), Path(scratch, "model.sha256")
     manifest.write_text(manifest_text(verify(folder, every=True).hashes))
-    name = "language_model.model.layers.12.self_attn.o_proj.weight"
+    name = tensor_name(12, "mla", "o_proj")
     extent = Checkpoint(folder).extent(name)
     overwrite(extent, 1, 0x46)
     wrong, _ = first_ids(folder)
@@ -291,8 +327,8 @@ assert wrong != right and len(damaged) == 1
 # %% [markdown]
 # So: the right ids, or one line that says which file, tensor and row; and before a long run, `k3 verify`.
 #
-# The same rule holds for what a run writes. A state (`save_state`), a report and a packed trunk get their names when they are complete and on the disk; Ctrl-C
-# leaves the old file or none, and a pass that was broken off is not gone on from.
+# The same rule holds for what a run writes. A state (5.20), a report and a packed trunk get their names when they are
+# complete and on the disk. Ctrl-C leaves the old file or none, and an interrupted forward pass cannot be continued.
 
 # %%
 with tempfile.TemporaryDirectory() as scratch:
@@ -303,7 +339,8 @@ with tempfile.TemporaryDirectory() as scratch:
     model.close()
     other = load(ORACLE / "model", ram="1GB", context=16, threads=1)
     other.load_state(file)
-    print("resumed in another budget and context, the same bytes:", other.step(EXPECTED["generated_ids"][0]).tobytes() == uninterrupted.tobytes())
+    resumed = other.step(EXPECTED["generated_ids"][0])
+    print("resumed in another budget and context, the same bytes:", resumed.tobytes() == uninterrupted.tobytes())
     other.close()
     with open(file, "r+b") as damaged_state:
         damaged_state.seek(5000)
@@ -318,8 +355,8 @@ with tempfile.TemporaryDirectory() as scratch:
 # %% [markdown]
 # ## 5.25.5 The run
 #
-# The run happens in a process of its own, as `k3 decode` would be: this notebook's kernel, with its plotting library, is no
-# part of the model's memory, and `VmHWM` of a fresh process is that process's own peak.
+# The run is `k3 decode` in a process of its own: this notebook's kernel, with its plotting library, is no part of the
+# model's memory, and the peak of a fresh process is that process's own.
 
 # %% tags=["nbval-ignore-output", "run"]
 folder = model_dir or os.path.relpath(ORACLE / "model")
@@ -327,9 +364,10 @@ if not ids and not prompt:
     ids = ",".join(map(str, EXPECTED["prompt_ids"]))
 with tempfile.TemporaryDirectory() as scratch:
     record = Path(scratch) / "report.json"
-    command = [sys.executable, "-m", "k3lib", "decode", folder, "--ram", str(ram), "--max-new-tokens", str(max_new_tokens),
-               "--json", str(record)]
-    command += ["--threads", str(threads)] * (threads != 0) + ["--trunk", str(trunk)] * (trunk != "") + ["--ids", str(ids)] * (ids != "") + ["--prompt", str(prompt)] * (prompt != "")
+    command = [sys.executable, "-m", "k3lib", "decode", folder, "--ram", str(ram),
+               "--max-new-tokens", str(max_new_tokens), "--json", str(record)]
+    given = {"--threads": threads, "--trunk": trunk, "--ids": ids, "--prompt": prompt}
+    command += [word for option, value in given.items() if value not in (0, "") for word in (option, str(value))]
     run = subprocess.run(command, capture_output=True, text=True)
     print(run.stdout, end="")
     if run.returncode:
@@ -355,20 +393,24 @@ parts = report["plan"]["parts"]
 middle.barh([k.split(",")[0] for k in parts], [v / 1e6 for v in parts.values()], color="C5")
 middle.set(xlabel="planned memory, MB", title="Where the budget goes")
 middle.invert_yaxis()
-right.bar(report["bytes_read"].keys(), [n / 1e6 for n in report["bytes_read"].values()], color=[COLORS[part] for part in report["bytes_read"]])
+read = report["bytes_read"]
+right.bar(read.keys(), [n / 1e6 for n in read.values()], color=[COLORS[part] for part in read])
 right.set(ylabel="MB read in the whole run", title="What was read")
 plt.show()
 
 # %% [markdown]
 # ## Summary
 #
-# - A budget is spent on what saves most: fixed costs, then the trunk from the front, and expert slots that keep only when all of it is pinned.
-# - Nothing is ever whole in memory but what changes at every token; so the floor is the state and the interpreter, not the largest layer.
+# - A budget is spent on what saves most: fixed costs, then the trunk from the front, then, when all of it is pinned,
+#   expert slots.
+# - Nothing is ever whole in memory but what changes at every token; so the smallest budget is the state and the
+#   interpreter, not the largest layer.
 # - The plan is made, shown and refused before anything large exists; the peak is measured and set beside it.
 # - The bytes of the answer do not depend on the budget. Three of them were compared here.
 #
 # ## Exercises
 #
-# 1. Give the walk's pinned part to the *end* of the trunk instead of the front. Does any number in the report change?
+# 1. Pin the *end* of the trunk instead of the front. Does any number in the report change?
 # 2. At which budget would K3's whole trunk be resident, and from which on does an expert slot begin to pay?
-# 3. Decode with `context` one position too small and read the refusal. Where in the code is it raised, and why before the first read?
+# 3. Decode with `context` one position too small and read the refusal. Where in the code is it raised, and why before
+#    the first read?

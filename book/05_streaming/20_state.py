@@ -1,0 +1,283 @@
+# %% [markdown]
+# # 5.20 A sequence saved and loaded
+#
+# Reading a long prompt takes minutes; what it leaves behind is half a gigabyte. Without this chapter an interrupted run
+# reads the prompt again. With it, a sequence goes on where it was saved: at another budget, with another number of
+# threads, in another context, and with the same bytes.
+#
+# A saved state is also a way to be wrong without noticing. Half of one, or one of another model of the same shape,
+# decodes fluent text. So a state is written whole or not at all, and it is refused unless every byte of it is the one
+# that was written.
+#
+# Needs chapters 5.2 (files), 5.5 (the header) and 5.8 (the model). Runs in seconds.
+#
+# [5.19 The trunk on a faster disk](19_pack.ipynb) · [contents](../README.md) · [5.21 Bytes to ids and back](21_tokenizer.ipynb)
+
+# %%
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+FOLDER = ROOT / "fixtures" / "oracle13" / "model"
+
+# %% [markdown]
+# ## 5.20.1 The file
+#
+# A state is a safetensors file, so any reader of that format can look into it. The library that writes such files would
+# want all of it in memory twice; K3's state at the smallest budget leaves no room for that, so the file is written
+# array by array.
+#
+# | part | bytes |
+# |---|---|
+# | header | follows from the config and the position alone |
+# | of each KDA layer: `conv`, `S` | float32 |
+# | of each MLA layer: `latent`, the rows in use | float32 |
+# | `about`: version, model, position, sha256 of all before it | 512, JSON, padded with spaces |
+#
+# The description is a tensor like the others, and it is the last one, because the checksum is known last. The header
+# carries no information: it follows from the position, so a file is read by comparing it with the only header it can
+# have.
+
+# %% tags=["export"]
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+import numpy as np
+from k3lib.fileio import CheckpointError, UsageError, open_shard, read_exactly, whole_file
+from k3lib.config import Config
+from k3lib.header import Extent, header_bytes
+from k3lib.model import Sequence
+
+
+class StateError(CheckpointError):
+    "A saved state that is damaged, or that belongs to another model or version."
+
+
+STATE_FORMAT, STATE_VERSION = "k3lib state", 1
+ABOUT_BYTES = 512  # the description at the end of the file
+READ_BYTES = 1 << 20  # bytes read at a time
+
+
+# %% tags=["export"]
+def saved_arrays(sequence: Sequence, position: int) -> list[tuple[str, np.ndarray]]:
+    "[(name, float32 array)], views, in the order of the file, of one at `position`; of a KV cache the used rows."
+    named = []
+    for L, layer in enumerate(sequence.layers):
+        parts = {"latent": layer[:position]} if isinstance(layer, np.ndarray) else layer._asdict()
+        named += [(f"layers.{L}.{part}", array) for part, array in parts.items()]
+    return named
+
+
+def state_header(arrays: list[tuple[str, np.ndarray]]) -> bytes:
+    "The only header that a state of these arrays can have."
+    return header_bytes([*((name, "F32", array.shape) for name, array in arrays), ("about", "U8", (ABOUT_BYTES,))])
+
+
+def about_bytes(model: str, position: int, sha256: str = "") -> bytes:
+    "The description, ABOUT_BYTES long. While the checksum is computed, its own place in the description is empty."
+    about = {"format": STATE_FORMAT, "version": STATE_VERSION, "model": model, "position": position, "sha256": sha256}
+    return json.dumps(about).encode().ljust(ABOUT_BYTES)
+
+
+# %% [markdown]
+# ## 5.20.2 Which model
+#
+# The header says which shapes a state fits, and two models of one shape are not told apart by it. So a state names its
+# model: a hash of the config, of every tensor's dtype and shape, of all vectors and of the first row of every matrix.
+# For K3 that reads a few megabytes of 1.56 TB. It is the same at every budget and for a packed trunk. It does not see
+# the other rows: whether the weights are the published ones is what `k3 verify` (5.23) is for.
+
+# %% tags=["export"]
+def model_fingerprint(config: Config, tensors: Iterable[tuple[str, Extent, np.ndarray]]) -> str:
+    """sha256, in hex, of what tells models apart.
+
+    `tensors`: (name, extent, values) of every tensor of the forward pass, in its order; the values of a vector are all
+    of it, of a matrix the first row.
+    """
+    fields = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in dataclasses.asdict(config).items()}
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
+    for name, extent, values in tensors:
+        digest.update(f"{name} {extent.dtype} {extent.shape}\n".encode())
+        digest.update(np.ascontiguousarray(values))
+    return digest.hexdigest()
+
+
+# %% [markdown]
+# ## 5.20.3 Saving
+#
+# `whole_file` (5.2) writes under another name and renames at the end. A full disk or a pulled cable leaves the old
+# file, or none.
+
+# %% tags=["export"]
+def save_sequence(file: str | os.PathLike, sequence: Sequence, model: str) -> None:
+    "Write the sequence to `file`, whole or not at all. `model`: the model's fingerprint. Raises OSError."
+    arrays = saved_arrays(sequence, sequence.position)
+    digest = hashlib.sha256(about_bytes(model, sequence.position))
+    with whole_file(file) as out:
+        for data in (state_header(arrays), *(array.reshape(-1) for _, array in arrays)):
+            digest.update(data)
+            out.write(data)
+        out.write(about_bytes(model, sequence.position, digest.hexdigest()))
+
+
+# %% [markdown]
+# ## 5.20.4 Loading
+#
+# A file that is refused must leave the sequence as it was, so it is read twice: once to be checked and once to be
+# loaded. Between the two somebody may write to it. Therefore it is checked a second time after loading, and the
+# sequence is not `complete` until that check has passed.
+#
+# Every check has its own message, from the cheapest to the most expensive: is there a description, is it of this
+# version and this model, does the position fit, is the size the right one, is the checksum.
+
+# %% tags=["export"]
+def load_sequence(file: str | os.PathLike, sequence: Sequence, model: str) -> None:
+    """Replace what `sequence` holds by what save_sequence has written to `file`. `model`: the model's fingerprint.
+
+    Raises FileNotFoundError, StateError for a file that is damaged or of another model or version, and UsageError for a
+    state with more positions than the context. The sequence is unchanged then, unless the file changed or failed while
+    it was loaded: that leaves the sequence incomplete, to be reset.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}, expected a saved state")
+    with open_shard(path) as source:
+        try:
+            position = check_state(source, path, sequence, model)
+            arrays = saved_arrays(sequence, position)
+            at = len(state_header(arrays))
+            sequence.complete = False
+            for _, array in arrays:
+                read_exactly(source, array.reshape(-1).view(np.uint8), at, path)
+                at += array.nbytes
+            check_state(source, path, sequence, model)
+        except CheckpointError as error:
+            raise StateError(str(error)) from None
+        sequence.position, sequence.complete = position, True
+
+
+def check_state(source: BinaryIO, path: Path, sequence: Sequence, model: str) -> int:
+    "The position of the state in the open file `source`, every byte of it checked. Raises StateError and UsageError."
+    size = os.fstat(source.fileno()).st_size
+    last = b"".join(file_chunks(source, max(0, size - ABOUT_BYTES), size, path))
+    position, sha256 = check_about(last, size, path, sequence, model)
+    arrays = saved_arrays(sequence, position)
+    expected = len(state_header(arrays)) + sum(array.nbytes for _, array in arrays) + ABOUT_BYTES
+    if size != expected:
+        raise StateError(f"{path}: {size:,} bytes, expected {expected:,} for {position} positions")
+    digest = hashlib.sha256(about_bytes(model, position))
+    for chunk in file_chunks(source, 0, size - ABOUT_BYTES, path):
+        digest.update(chunk)
+    if last != about_bytes(model, position, digest.hexdigest()):
+        raise StateError(f"{path}: sha256 {digest.hexdigest():.16}..., expected {sha256!r:.16}...: damaged")
+    return position
+
+
+# %% [markdown]
+# The last bytes of a file that is no state may be anything, JSON nested 512 deep among it. Whatever parsing them raises
+# means the same: this is not a description.
+
+# %% tags=["export"]
+def check_about(last: bytes, size: int, path: Path, sequence: Sequence, model: str) -> tuple[int, str]:
+    "(position, sha256) that a description claims. Raises StateError, and UsageError for a position beyond the context."
+    try:
+        about = json.loads(last)
+        position, sha256 = about["position"], about["sha256"]
+        good = about["format"] == STATE_FORMAT and type(position) is int and 0 <= position < 1 << 40
+    except (ValueError, KeyError, TypeError, RecursionError):
+        good = False
+    if not good:
+        raise StateError(f"{path}: the last {ABOUT_BYTES} of {size:,} bytes are not the description of a saved state: "
+                         "truncated, damaged, or something else")
+    if about["version"] != STATE_VERSION:
+        raise StateError(f"{path}: a state of version {about['version']!r:.40}, expected {STATE_VERSION}")
+    if about["model"] != model:
+        raise StateError(f"{path}: the state of another model, {about['model']!r:.20}, expected {model:.16}")
+    if position > sequence.context:
+        raise UsageError(f"{path}: a state of {position} positions does not fit the context of {sequence.context} "
+                         "this model was loaded for")
+    return position, sha256
+
+
+def file_chunks(file: BinaryIO, begin: int, end: int, where: Path) -> Iterator[bytearray]:
+    "Bytes begin..end of an open file, READ_BYTES at a time. Raises CheckpointError where the file ends early."
+    for at in range(begin, end, READ_BYTES):
+        chunk = bytearray(min(READ_BYTES, end - at))
+        read_exactly(file, chunk, at, where)
+        yield chunk
+
+
+# %% [markdown]
+# ## 5.20.5 The gate
+#
+# A sequence of made-up numbers goes through a file and comes back as the same bytes, into a larger context. Each way to
+# be wrong is refused, and the refused sequence still holds what it held.
+
+# %%
+from k3lib.config import read_config
+
+config = read_config(FOLDER)
+
+
+def made_up(context, position, seed=0):
+    "A sequence whose arrays hold random numbers."
+    sequence, rng = Sequence(config, context), np.random.default_rng(seed)
+    sequence.position = position
+    for _, array in saved_arrays(sequence, position):
+        array[...] = rng.standard_normal(array.shape, np.float32)
+    return sequence
+
+
+def content(sequence):
+    return [array.tobytes() for _, array in saved_arrays(sequence, sequence.position)]
+
+
+def refusal(file, sequence, model="a model"):
+    "What load_sequence says; the sequence must not change."
+    before = content(sequence)
+    try:
+        load_sequence(file, sequence, model)
+    except (StateError, UsageError) as error:
+        assert content(sequence) == before and sequence.complete
+        return str(error).replace(f"{Path(file).parent}/", "")
+
+
+with tempfile.TemporaryDirectory() as scratch:
+    file = Path(scratch, "state")
+    saved = made_up(context=8, position=5)
+    save_sequence(file, saved, "a model")
+    other = made_up(context=32, position=3, seed=1)
+    load_sequence(file, other, "a model")
+    assert other.position == 5 and content(other) == content(saved)
+    print(f"{file.stat().st_size:,} bytes, back again as the same bytes: True")
+
+    good = file.read_bytes()
+    print(refusal(file, made_up(8, 3), model="another model"))
+    print(refusal(file, made_up(4, 3)))
+    for what, data in (("cut short", good[:-1]), ("one bit", good[:5000] + bytes([good[5000] ^ 1]) + good[5001:])):
+        file.write_bytes(data)
+        print(f"{what}:", refusal(file, made_up(8, 3)))
+
+# %% [markdown]
+# The last one is why the checksum is there: with one bit of a recurrent state changed, nothing else in the file is
+# wrong, and the model would go on with a slightly different memory.
+#
+# ## Summary
+#
+# - The state of a sequence is a safetensors file whose header follows from its position, and whose last tensor says
+#   what it is.
+# - It is written whole or not at all, and read only after every byte was checked.
+# - It names its model by a hash that costs megabytes of reading, not terabytes.
+#
+# ## Exercises
+#
+# 1. Open a state with the safetensors library and plot the singular values of one layer's `S` against the position.
+# 2. Swap the order of check and load in `load_sequence`. Which of the refusals above now leaves a changed sequence?
+#
+# Next: [5.21 Bytes to ids and back](21_tokenizer.ipynb).
