@@ -1,36 +1,68 @@
-# Two commands do everything on a bare machine with Python >= 3.11 and make:
+# On a bare machine with Python >= 3.11 and make:
 #   make decode    set up, then run the last notebook on the embedded model
-#   make test      nbval over every notebook, pytest over tests/, and the check that book, notebooks and package agree
+#   make test      the check, pytest over tests/, nbval over every notebook; `make test-all`: every case of large grids
+# After editing:
+#   make export    k3lib/*.py from the chapters (seconds)
+#   make check     is everything in sync, lint-free and typed? changes nothing (seconds)
+#   make tidy      undo what Jupyter's save puts into chapters (seconds)
+#   make format    let ruff mend what it can (seconds)
+ifeq ($(OS),Windows_NT)
+PYTHON ?= python
+BIN := .venv/Scripts
+else
 PYTHON ?= python3
-PY := .venv/bin/python
-export PATH := $(CURDIR)/.venv/bin:$(PATH)
+BIN := .venv/bin
+endif
+PY := $(BIN)/python
+NBVAL := $(PY) -m pytest --nbval --nbval-sanitize-with tests/nbval.cfg --nbval-kernel-name python3 book
 
-.PHONY: decode test check export book scale matrix bench faults clean
+.PHONY: decode test test-all check lint export tidy format graph book scale matrix bench bench-history faults clean
 
 decode: .venv/ready
 	mkdir -p out
-	papermill --log-level WARNING --no-progress-bar book/05_streaming/06_decode.ipynb out/06_decode.ipynb
-	$(PY) book/show_run.py out/06_decode.ipynb
+	$(PY) -m papermill --log-level WARNING --no-progress-bar book/05_streaming/25_decode.ipynb out/25_decode.ipynb
+	$(PY) book/show_run.py out/25_decode.ipynb
 
 test: .venv/ready check
 	$(PY) -m pytest -rs tests
-	$(PY) -m pytest --nbval --nbval-sanitize-with tests/nbval.cfg --nbval-kernel-name python3 book
+	$(NBVAL)
 
-check: .venv/ready
+test-all: .venv/ready check
+	$(PY) -m pytest -rs --all tests
+	$(NBVAL)
+
+check: .venv/ready lint
 	$(PY) book/tangle.py --check
+
+lint: .venv/ready
+	$(PY) -m ruff check --quiet
+	$(PY) -m ruff format --check --quiet
+	$(PY) -m mypy
 
 export: .venv/ready
 	$(PY) book/tangle.py
+
+tidy: .venv/ready
+	$(PY) book/tangle.py --tidy
+
+format: .venv/ready
+	$(PY) -m ruff check --fix --quiet
+	$(PY) -m ruff format
+	$(PY) book/tangle.py
+
+graph: .venv/ready
+	$(PY) book/tangle.py --graph
 
 book: .venv/ready
 	$(PY) book/tangle.py --run all
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version.split()[0])'
+	$(PYTHON) -c 'import sys; sys.exit((sys.byteorder != "little" or sys.maxsize < 2**32) and "a 64-bit little-endian Python is needed")'
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --upgrade pip
-	$(PY) -m pip install --quiet -e '.[book]'
-	touch $@
+	$(PY) -m pip install --quiet -e ".[book,dev]"
+	$(PY) -c "open('.venv/ready', 'w')"
 
 scale: .venv/ready
 	$(PY) tests/scale.py
@@ -41,8 +73,11 @@ matrix: .venv/ready
 bench: .venv/ready
 	$(PY) tests/bench.py
 
+bench-history:
+	@$(PYTHON) tests/history.py
+
 faults: .venv/ready
 	$(PY) tests/faults.py
 
 clean:
-	rm -rf .venv out k3lib/__pycache__ *.egg-info
+	rm -rf .venv out k3lib/__pycache__ .mypy_cache .ruff_cache build dist *.egg-info

@@ -1,4 +1,5 @@
 "Print what the cells of an executed notebook printed: python book/show_run.py out/06_decode.ipynb"
+
 import sys
 
 import nbformat

@@ -1,7 +1,8 @@
 """Make the products of the book from its sources.
 
     python book/tangle.py                      write k3lib/*.py from the cells tagged `export` (seconds)
-    python book/tangle.py --tidy               the same, and take out of chapters what Jupyter's save put in (seconds)
+    python book/tangle.py --tidy               the same, take out of chapters what Jupyter's save put in, and wrap
+                                               prose at 120 columns (seconds)
     python book/tangle.py --run 02_kda/01_kda  the same as without option, then execute the chapters whose path
                                                contains that text and write their .ipynb
     python book/tangle.py --run all            execute every chapter (minutes)
@@ -16,6 +17,7 @@ The rules of the book that this file enforces:
 - A class may be continued. An exported `class X(X):` adds its body to the class X of an earlier exported cell.
   In the notebook the same line makes a subclass of the same name, so the notebook runs as it is.
 """
+
 import argparse
 import ast
 import hashlib
@@ -33,6 +35,7 @@ PACKAGE = BOOK.parent / "k3lib"
 HAND_WRITTEN = ("__init__", "__main__", "cli")
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
 FILTERS = {"notebook_metadata_filter": "-all", "cell_metadata_filter": "tags,-all"}  # as in jupytext.toml
+WIDTH = 120  # columns of a line, code and prose
 LONG_MODULE, LONG_CELL, MANY_PARAMETERS = 400, 40, 7  # code lines; lines; positional parameters
 
 
@@ -67,14 +70,20 @@ def chapter(source):
 
 # From cells to modules
 
+
 def exported_cells(source):
     return [cell.source for cell in chapter(source).cells if "export" in cell.metadata.get("tags", [])]
 
 
 def continued(node):
     "Is this statement `class X(X):`?"
-    return (isinstance(node, ast.ClassDef) and len(node.bases) == 1 and not node.keywords
-            and isinstance(node.bases[0], ast.Name) and node.bases[0].id == node.name)
+    return (
+        isinstance(node, ast.ClassDef)
+        and len(node.bases) == 1
+        and not node.keywords
+        and isinstance(node.bases[0], ast.Name)
+        and node.bases[0].id == node.name
+    )
 
 
 def block_end(lines, node):
@@ -109,10 +118,11 @@ def join_classes(cells):
             end = block_end(lines, node)
             moved.update(range(node.lineno - 1, end))
             documented = ast.get_docstring(node, clean=False) is not None
-            body = lines[node.body[0].end_lineno if documented else node.lineno:end]
+            body = lines[node.body[0].end_lineno if documented else node.lineno : end]
             home = texts[first[node.name]]
-            definition = next(n for n in ast.parse("\n".join(home)).body
-                              if isinstance(n, ast.ClassDef) and n.name == node.name)
+            definition = next(
+                n for n in ast.parse("\n".join(home)).body if isinstance(n, ast.ClassDef) and n.name == node.name
+            )
             at = block_end(home, definition)
             home[at:at] = ["", *"\n".join(body).strip("\n").split("\n")]
         texts[index] = [line for n, line in enumerate(lines) if n not in moved]
@@ -127,8 +137,12 @@ def defined_names(tree):
             yield node.name
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from (t.id for target in targets for t in ast.walk(target)
-                        if isinstance(t, ast.Name) and isinstance(t.ctx, ast.Store))
+            yield from (
+                t.id
+                for target in targets
+                for t in ast.walk(target)
+                if isinstance(t, ast.Name) and isinstance(t.ctx, ast.Store)
+            )
 
 
 def book_imports(tree):
@@ -150,9 +164,13 @@ def wrong_imports(tree, made):
         elif other not in made:
             yield f"imports k3lib.{other}, which no earlier chapter makes"
         else:
-            yield from (f"imports {name}, which is private to k3lib.{other}" if name.startswith("_")
-                        else f"imports {name} from k3lib.{other}, which does not define it"
-                        for name in names if name not in made[other])
+            yield from (
+                f"imports {name}, which is private to k3lib.{other}"
+                if name.startswith("_")
+                else f"imports {name} from k3lib.{other}, which does not define it"
+                for name in names
+                if name not in made[other]
+            )
 
 
 def module(source, made, texts):
@@ -178,10 +196,15 @@ def module(source, made, texts):
     public = [n for n in names if not n.startswith("_")]
     listing = textwrap.fill(", ".join(f'"{n}"' for n in public), 116, initial_indent="    ", subsequent_indent="    ")
     # until the cache of machine code looks at all sources itself: numba's looks at one file's time and size only
-    built_on = "".join(f"# built on {other} {hashlib.sha256(texts[other].encode()).hexdigest()[:12]}\n"
-                       for other in dict.fromkeys(other for other, _ in book_imports(tree)) if other in texts and "njit(" in body)
-    text = (f'"""{title}\n\nMade from {place(source)}: edit that, then run `make export`.\n"""\n\n'
-            f"{built_on}{body}\n\n\n__all__ = [\n{listing},\n]\n")
+    built_on = "".join(
+        f"# built on {other} {hashlib.sha256(texts[other].encode()).hexdigest()[:12]}\n"
+        for other in dict.fromkeys(other for other, _ in book_imports(tree))
+        if other in texts and "njit(" in body
+    )
+    text = (
+        f'"""{title}\n\nMade from {place(source)}: edit that, then run `make export`.\n"""\n\n'
+        f"{built_on}{body}\n\n\n__all__ = [\n{listing},\n]\n"
+    )
     return text, set(public), [f"{place(source)} {wrong}" for wrong in wrong_imports(tree, made)]
 
 
@@ -197,6 +220,7 @@ def modules():
 
 
 # From chapters to notebooks
+
 
 def notebook(source):
     "The unexecuted notebook. A cell's id is the digest of its text, so that building twice gives the same file."
@@ -214,17 +238,68 @@ def notebook(source):
 def execute(source):
     "Run a chapter from nothing and write its .ipynb."
     from nbclient import NotebookClient
+
     nb = notebook(source)
     NotebookClient(nb, timeout=600, record_timing=False, resources={"metadata": {"path": source.parent}}).execute()
     nb.metadata = notebook(source).metadata
     write(source.with_suffix(".ipynb"), nbformat.writes(nb) + "\n")
 
 
+ITEM = r"([-*+]|\d+[.)]) +"  # what begins an item of a list
+
+
+def paragraphs(prose):
+    "Pairs: lines that belong together, and whether they may be wrapped. Headings, tables, formulas and code may not."
+    lines, fence = [], None
+    for line in [*prose.splitlines(), ""]:
+        mark = line.strip()[:2] if line.startswith(("```", "$$")) else None
+        fixed = fence or mark or not line.strip() or re.match(r"[#|>]|!\[", line)
+        if lines and (fixed or re.match(r"\s*" + ITEM, line)):
+            yield lines, not any(line.endswith(("  ", "\\")) for line in lines)
+            lines = []
+        if fixed:
+            yield [line], False
+        else:
+            lines.append(line)
+        if mark and (fence == mark or not fence and not line[2:].rstrip().endswith("$$")):
+            fence = None if fence else mark
+
+
+def wrapped(prose):
+    "Markdown text in which every paragraph and every item of a list is wrapped that has a line too long."
+    lines = []
+    for block, may_wrap in paragraphs(prose):
+        if may_wrap and max(map(len, block)) > WIDTH - 2:
+            words = " ".join(line.strip() for line in block)
+            words = re.sub(rf" (?={ITEM[:-2]}( |$)|[#>|=])", "\0", words)  # at a line's begin these mean something
+            margin = re.match(r"\s*", block[0])[0]
+            hanging = re.match(rf"\s*({ITEM})?", block[0])[0]
+            block = textwrap.wrap(
+                words,
+                WIDTH - 2,
+                initial_indent=margin,
+                subsequent_indent=" " * len(hanging),
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        lines += [line.replace("\0", " ") for line in block]
+    return "\n".join(lines[:-1])
+
+
+def wide_lines(source):
+    "Sentences: the lines of a chapter that are too long, rows of tables left out."
+    for n, line in enumerate(read(source).splitlines(), 1):
+        if len(line) > WIDTH and not line.startswith("# |"):
+            yield f"{place(source)}:{n} has {len(line)} columns, more than {WIDTH}"
+
+
 def tidy_source(source):
-    "The chapter's text as jupytext writes it, without a header and with no metadata of a cell but its tags."
+    "The chapter's text as jupytext writes it: no header, no metadata of a cell but its tags, prose wrapped."
     nb = chapter(source)
     nb.metadata = nbformat.from_dict({"jupytext": FILTERS})
     for cell in nb.cells:
+        if cell.cell_type == "markdown":
+            cell.source = wrapped(cell.source)
         cell.metadata = nbformat.from_dict({"tags": cell.metadata.tags} if "tags" in cell.metadata else {})
     return jupytext.writes(nb, fmt="py:percent")
 
@@ -232,8 +307,11 @@ def tidy_source(source):
 def has_metadata(source):
     "Has a save put metadata into the chapter's text? The number of blank lines between cells does not count."
     text = read(source)
-    return (text.startswith("# ---\n") or re.search(r"^# %%.*lines_to_next_cell", text, re.M) is not None
-            or any(set(cell.metadata) - {"tags", "lines_to_next_cell"} for cell in chapter(source).cells))
+    return (
+        text.startswith("# ---\n")
+        or re.search(r"^# %%.*lines_to_next_cell", text, re.M) is not None
+        or any(set(cell.metadata) - {"tags", "lines_to_next_cell"} for cell in chapter(source).cells)
+    )
 
 
 def code_cells(nb):
@@ -262,6 +340,7 @@ def tidy():
 
 # The check
 
+
 def run_command(source):
     return f"python book/tangle.py --run {place(source.with_suffix('')).removeprefix('book/')}"
 
@@ -283,8 +362,12 @@ def stale_chapter(source):
     code = [c for c in code_cells(have) if c.source.strip()]
     if any(c.execution_count is None for c in code):
         yield f"{place(path)} is not executed", run_command(source)
-    elif any(o.output_type == "error" for c in code if "nbval-raises-exception" not in c.metadata.get("tags", [])
-             for o in c.get("outputs", [])):
+    elif any(
+        o.output_type == "error"
+        for c in code
+        if "nbval-raises-exception" not in c.metadata.get("tags", [])
+        for o in c.get("outputs", [])
+    ):
         yield f"{place(path)} holds an error", run_command(source)
 
 
@@ -302,6 +385,7 @@ def check(texts):
 
 
 # The graph
+
 
 def code_lines(text):
     "Lines of the text that hold code: no blank lines, comments or docstrings."
@@ -384,6 +468,7 @@ def main(arguments=None):
     except Refused as refused:
         sys.exit(str(refused))
     if args.check:
+        wrong += [sentence for source in sources() for sentence in wide_lines(source)]
         stale = list(check(texts))
         commands = dict.fromkeys(f"run: {command}" for _, command in stale)
         sys.exit("\n".join([*wrong, *(what for what, _ in stale), *commands]) if wrong or stale else 0)

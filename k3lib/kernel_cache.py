@@ -25,7 +25,7 @@ from numba.extending import is_jitted
 
 
 SOURCES = {path.name[:-3]: hashlib.sha256(path.read_bytes()).digest()
-           for path in files("k3lib").iterdir() if path.name.endswith(".py")}  # as they are when this module is imported
+           for path in files("k3lib").iterdir() if path.name.endswith(".py")}  # as they were when this process began
 
 
 @functools.cache
@@ -74,14 +74,15 @@ class KernelCache(NullCache):
 
     def __init__(self, function: Callable, digest: str):
         self._name = f"{function.__module__.removeprefix('k3lib.')}.{function.__qualname__}"
-        settings = sorted(pair for pair in os.environ.items() if pair[0].startswith("NUMBA_") and pair[0] not in _NO_EFFECT)
+        settings = sorted(f"{name}={value}" for name, value in os.environ.items()
+                          if name.startswith("NUMBA_") and name not in _NO_EFFECT)
         self._made_by = digest, sys.version, numba.__version__, llvmlite.__version__, settings
 
     def _file_name(self, signature, codegen):
         question = repr((self._made_by, self._name, str(signature), codegen.magic_tuple()))
         return f"{self._name}-{hashlib.sha256(question.encode()).hexdigest()[:24]}.kernel"
 
-    def load_overload(self, sig, target_context):
+    def load_overload(self, sig: Any, target_context: Any) -> CompileResult | None:
         "The compiled kernel, or None if no folder holds a sound entry."
         target_context.refresh()
         name = self._file_name(sig, target_context.codegen())
@@ -96,7 +97,7 @@ class KernelCache(NullCache):
                 continue
         return None
 
-    def save_overload(self, sig, data):
+    def save_overload(self, sig: Any, data: CompileResult) -> None:
         "Keep the kernel that numba has compiled. A folder that cannot be written is passed over; never an exception."
         if data.library.has_dynamic_globals:  # addresses of this process are in its code
             return

@@ -1,8 +1,8 @@
 """What the machine allows and what the kernels reach (`make bench`): every rate beside the memory's own, measured in the same run.
 
 Cases that are compared take turns (A B A B ...), so that whatever disturbs one disturbs the other; medians are printed, with the
-quartiles. Writes out/bench.json and out/bench.png. The slice (real bytes, 1.5 GB) and the full shape (holes, 4.8 GB) are
-written to out/ if they are not there.
+quartiles. Writes out/bench.json and out/bench.png, and adds a line to the history (`make bench-history`). The slice (real bytes,
+1.5 GB) and the full shape (holes, 4.8 GB) are written to out/ if they are not there.
 """
 import argparse
 import json
@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 
+import history
 import numba
 import numpy as np
 from numba import njit, prange
@@ -266,6 +267,7 @@ def main():
         print(f"  {what:<50}{measured:>20}   {'' if met is None else ('met:    ' if met else 'NOT met: ') + target}")
     Path(args.json).parent.mkdir(exist_ok=True)
     Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+    history.append("bench", result["machine"], {what: measured for what, measured, *_ in table(result)})
     figure(result, Path(args.json).with_suffix(".png"))
 
 

@@ -17,6 +17,7 @@ import tempfile
 from datetime import datetime, timezone
 from pathlib import Path
 
+import history
 import numba
 import numpy as np
 
@@ -133,6 +134,13 @@ class Table:
             sys.exit(f"{what}: the logits differ from those of the first row")
 
 
+    def figures(self):
+        "What was measured, as the history keeps it: text by row."
+        return {row["what"]: f"peak {row['peak_rss_bytes'] / 1e6:.0f} MB, "
+                             f"prompt and tokens {' '.join(f'{s:.1f}' for s in row['step_seconds'])} s"
+                for row in self.tree["rows"]}
+
+
 def main():
     args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     args.add_argument("--folder", default=str(ROOT / "out" / "full"))
@@ -170,6 +178,7 @@ def main():
                 row, _ = decode(model, lowest, 2, 2, prompt=("--prompt", "How small can it be?"), limited=True)
                 table.add(f"{lowest}, a prompt of text", row, size(lowest))
     print(f"the same logits in every row; figures in {args.json}")
+    history.append("scale", table.tree["machine"], table.figures())
     if GROUP.exists():
         GROUP.rmdir()
 

@@ -60,7 +60,7 @@ def test_installed_read_only_entries_go_to_the_users_folder(package):
     assert run(package, HOME=str(package)) == ("20 kept", "")
 
 
-@pytest.mark.parametrize("env", [{"HOME": "/dev/null"}, {"NUMBA_CACHE_DIR": "/dev/null/cache"}], ids=["no home", "no folder"])
+@pytest.mark.parametrize("env", [{"HOME": "/dev/null"}, {"NUMBA_CACHE_DIR": "/dev/null/cache"}], ids=str)
 def test_no_folder_can_be_written(package, env):
     (package / "k3lib" / "__pycache__").write_text("a file, so no folder")
     answer, text = run(package, **env)
@@ -69,7 +69,7 @@ def test_no_folder_can_be_written(package, env):
 
 
 def test_a_full_disk_leaves_nothing_half_written(package):
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)); import sys; sys.dont_write_bytecode = 1; "
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (999, 999)); sys.dont_write_bytecode = 1; "
     answer, text = run(package, limit + CALL, NUMBA_CACHE_DIR=str(package / "cache"))
     assert answer == "20 compiled" and text.count("\n") == 1 and "File too large" in text
     assert list((package / "cache").iterdir()) == []
@@ -85,9 +85,27 @@ def test_entries_do_not_pile_up(package):
 
 def test_a_notebook_runs_the_kernel_that_its_cells_show(package):
     def answer(leaf):
-        cells = ["from k3lib.kernel_cache import inner, kernel", leaf.split("\n\n\n")[1], CALLER.split("\n\n\n")[1], "root(1)"]
+        functions = [module.split("\n\n\n")[1] for module in (leaf, CALLER)]
+        cells = ["from k3lib.kernel_cache import inner, kernel", *functions, "root(1)"]
         nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
         NotebookClient(nb, kernel_name="python3", resources={"metadata": {"path": ROOT}}).execute()
         return nb.cells[-1].outputs[0]["data"]["text/plain"]
 
     assert [answer(LEAF), answer(LEAF.replace("+ 1", "+ 100"))] == ["20", "1010"]
+
+
+def test_a_leaf_of_the_package_edited_in_a_copy_changes_what_inlines_it(tmp_path):
+    shutil.copytree(ROOT / "k3lib", tmp_path / "k3lib", ignore=shutil.ignore_patterns("__pycache__"))
+    code = ("import numpy as np; from k3lib.functions import exp, sigmoid; from k3lib.residual import depth_weights; "
+            "from k3lib.router import route; x = np.linspace(0, 1, 8, dtype=np.float32); one = np.float32(1); "
+            "print(exp(one), sigmoid(one), *depth_weights(np.stack([x, -x])[:, None], 2, x, x, 1e-6).ravel(), "
+            "*route(x[None], x, 2, 1)[1].ravel())")
+    kernels = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    before = run(tmp_path, code, **kernels)[0].split()
+    functions = tmp_path / "k3lib" / "functions.py"
+    halved = r"\1    \2 = \2 * np.float32(0.5)\n"
+    text, edits = re.subn(r"^(def exp\((\w+)\b.*:\n)", halved, functions.read_text(), flags=re.M)
+    functions.write_text(text)
+    after = run(tmp_path, code, **kernels)[0].split()
+    assert edits == 1 and len(before) == len(after) == 6
+    assert all(old != new for old, new in zip(before, after))

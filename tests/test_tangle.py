@@ -60,6 +60,7 @@ from k3lib.leaf import SIZE
 DEPTH = 2 * SIZE
 '''
 STORY = "# %% [markdown]\n# # 2.1 A story without a module\n\n# %%\n1 + 1\n"
+RUN = "run: python book/tangle.py --run 02_b/01_story"
 CHAPTERS = {"01_a/01_leaf": LEAF, "01_a/02_root": ROOTS, "02_b/01_story": STORY}
 
 
@@ -148,7 +149,7 @@ def test_a_changed_constant_rewrites_one_module(house):
 
 def test_code_that_moved_on(house):
     house.edit("02_b/01_story", "1 + 1", "1 + 2")
-    assert house.check() == ["book/02_b/01_story.ipynb differs from its source; run: python book/tangle.py --run 02_b/01_story"]
+    assert house.check() == [f"book/02_b/01_story.ipynb differs from its source; {RUN}"]
 
 
 def test_prose_that_moved_on_needs_no_run(house):
@@ -163,9 +164,9 @@ def test_a_notebook_that_was_not_executed(house):
     notebook = json.loads(path.read_text())
     notebook["cells"][1]["execution_count"] = None
     path.write_text(json.dumps(notebook))
-    assert house.check() == ["book/02_b/01_story.ipynb is not executed; run: python book/tangle.py --run 02_b/01_story"]
+    assert house.check() == [f"book/02_b/01_story.ipynb is not executed; {RUN}"]
     path.unlink()
-    assert house.check() == ["book/02_b/01_story.ipynb is missing; run: python book/tangle.py --run 02_b/01_story"]
+    assert house.check() == [f"book/02_b/01_story.ipynb is missing; {RUN}"]
 
 
 def test_a_notebook_that_holds_an_error(house):
@@ -173,7 +174,7 @@ def test_a_notebook_that_holds_an_error(house):
     notebook = json.loads(path.read_text())
     notebook["cells"][1]["outputs"] = [{"output_type": "error", "ename": "E", "evalue": "", "traceback": []}]
     path.write_text(json.dumps(notebook))
-    assert house.check() == ["book/02_b/01_story.ipynb holds an error; run: python book/tangle.py --run 02_b/01_story"]
+    assert house.check() == [f"book/02_b/01_story.ipynb holds an error; {RUN}"]
 
 
 def test_a_module_without_a_chapter(house):
@@ -189,6 +190,30 @@ def test_line_ends_of_a_windows_checkout(house):
     house.edit("01_a/01_leaf", "SIZE = 2", "SIZE = 3")
     house()
     assert b"\r" not in (house.package / "leaf.py").read_bytes()
+
+
+@pytest.mark.parametrize("prose, tidy", [
+    ("word " * 30, "# " + "word " * 22 + "word\n# " + "word " * 6 + "word\n"),
+    ("- " + "word " * 30, "# - " + "word " * 22 + "word\n#   " + "word " * 6 + "word\n"),
+    ("a " * 58 + "aa - b", "# " + "a " * 57 + "a\n# aa - b\n"),  # a line that begins with - would be a list's item
+])
+def test_prose_is_wrapped(house, prose, tidy):
+    source = house.book / "02_b" / "01_story.py"
+    source.write_text(source.read_text().replace("# # 2.1", f"# # 2.1 T\n#\n# {prose}\n#\n# # 2.2"))
+    assert "book/02_b/01_story.py:4 has" in "".join(house.tangle.wide_lines(source))
+    house("--tidy")
+    assert tidy in source.read_text()
+    assert not [*house.tangle.wide_lines(source)]
+
+
+@pytest.mark.parametrize("prose", ["|" + " x |" * 40, "$$\n# " + "a + " * 40 + "a\n# $$",
+                                   "```\n# " + "code " * 30 + "x\n# ```"], ids=["table", "formula", "code"])
+def test_tables_formulas_and_code_are_not_wrapped(house, prose):
+    source = house.book / "02_b" / "01_story.py"
+    source.write_text(source.read_text().replace("# # 2.1", f"# # 2.1 T\n#\n# {prose}\n#\n# # 2.2"))
+    before = source.read_text()
+    house("--tidy")
+    assert source.read_text() == before
 
 
 # The arrows
@@ -218,7 +243,8 @@ def test_an_import_the_book_does_not_allow(house, line, wrong):
     ("03_c/01_leaf", LEAF, "book/03_c/01_leaf.py: makes k3lib.leaf, which is made already"),
     ("03_c/01_cli", LEAF, "book/03_c/01_cli.py: makes k3lib.cli, which is made already"),
     ("03_c/01_x", LEAF.replace("def fell", "def SIZE"), "book/03_c/01_x.py: defines SIZE twice"),
-    ("03_c/01_x", LEAF.replace("def fell", "class Tree:\n    pass\n\n\ndef fell"), "book/03_c/01_x.py: defines Tree twice"),
+    ("03_c/01_x", LEAF.replace("def fell", "def Tree():\n    pass\n\n\ndef fell"),
+     "book/03_c/01_x.py: defines Tree twice"),
 ])
 def test_a_name_that_is_made_twice(house, name, text, wrong):
     house.write(name, text)
@@ -232,7 +258,8 @@ def test_the_graph(house):
 
 def test_the_graph_names_what_is_over_its_bound(house):
     body = "".join(f"    x{n} = {n}\n" for n in range(401))
-    house.write("03_c/01_x", f'# %% [markdown]\n# # 3.1 X\n\n# %% tags=["export"]\ndef f(a, b, c, d, e, f, g, h):\n{body}')
+    head = '# %% [markdown]\n# # 3.1 X\n\n# %% tags=["export"]\n'
+    house.write("03_c/01_x", f"{head}def f(a, b, c, d, e, f, g, h):\n{body}")
     text = house()[1] + house("--graph")[1]
     assert "over its bound: book/03_c/01_x.py: the exported cell that begins with f has 402 lines" in text
     assert "over its bound: k3lib/x.py has 405 lines of code" in text
@@ -256,12 +283,14 @@ def test_continuations_keep_their_order(house):
     house.edit("01_a/01_leaf", "def fell", more + "def fell")
     house()
     text = (house.package / "leaf.py").read_text()
-    assert text.index("def height") < text.index("def z") < text.index("def y") < text.index("def a") < text.index("def fell")
+    order = [text.index(f"def {name}") for name in ("height", "z", "y", "a", "fell")]
+    assert order == sorted(order)
 
 
 @pytest.mark.parametrize("old, new, wrong", [
     ("class Tree(Tree)", "class Bush(Bush)", "continues class Bush, which no earlier exported cell defines"),
-    ("class Tree(Tree)", "@final\nclass Tree(Tree)", "decorates the continued class Tree: decorate its first definition"),
+    ("class Tree(Tree)", "@final\nclass Tree(Tree)",
+     "decorates the continued class Tree: decorate its first definition"),
     ("def fell", "class Tree(Tree): leaves = 1\n\n\ndef fell",
      "continues class Tree on one line: begin the body on the next line"),
     ("class Tree(Tree)", "class Tree(Tree)(", "invalid syntax (<unknown>, line 1)"),
@@ -279,7 +308,7 @@ def save_in_jupyter(folder, opened):
     from jupytext.sync_contentsmanager import TextFileContentsManager
     manager = TextFileContentsManager(root_dir=str(folder))
     content = manager.get(opened, type="notebook", content=True)["content"]
-    content["metadata"]["kernelspec"] = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+    content["metadata"]["kernelspec"] = {"display_name": "Python (ipykernel)", "language": "python", "name": "python3"}
     content["metadata"]["language_info"] = {"name": "python", "version": "3.99", "file_extension": ".py"}
     content["cells"][1]["metadata"] |= {"editable": True, "slideshow": {"slide_type": ""}}
     manager.save({"type": "notebook", "content": content, "format": "json"}, opened)
@@ -296,6 +325,20 @@ def test_a_chapter_saved_in_jupyter_is_cleaned_by_one_command(house, opened):
     assert house("--tidy") == (0, "")
     assert house.check() == []
     assert {path: path.read_bytes() for path in files} == before
+
+
+@pytest.mark.parametrize("old, new", [
+    ("# %% [markdown]", "# ---\n# jupyter:\n#   jupytext:\n#     main_language: python\n# ---\n\n# %% [markdown]"),
+    ("\n# %%\n", "\n# %% editable=true\n"),
+    ("\n# %%\n", "\n# %% lines_to_next_cell=2\n"),
+])
+def test_metadata_in_a_source_is_seen_and_taken_out(house, old, new):
+    source = house.book / "02_b" / "01_story.py"
+    before = source.read_text()
+    house.edit("02_b/01_story", old, new)
+    assert "book/02_b/01_story.py holds metadata that Jupyter saved; run: make tidy" in house.check()
+    house("--tidy")
+    assert source.read_text() == before and house.check() == []
 
 
 def test_a_chapter_saved_without_the_books_settings(house):

@@ -1,9 +1,10 @@
 # %% [markdown]
 # # 1.0 Kernels: compiled once, never stale
 #
-# The arithmetic of this book is written in Python and compiled to machine code by numba. Compiling takes about a minute for the whole
-# package, so the machine code is kept on disk. At the end of this chapter you can say when kept machine code is right to use, and show an
-# edit after which numba's own cache gives a wrong answer. You need it when you change a kernel; skip it on a first reading.
+# The arithmetic of this book is written in Python and compiled to machine code by numba. Compiling takes about a minute
+# for the whole package, so the machine code is kept on disk. At the end of this chapter you can say when kept machine
+# code is right to use, and show an edit after which numba's own cache gives a wrong answer. You need it when you change
+# a kernel; skip it on a first reading.
 #
 # [contents](../README.md) · [1.1 MXFP4](01_mxfp4.ipynb)
 
@@ -35,6 +36,7 @@ from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 from numba.extending import is_jitted
 
+
 # %% [markdown]
 # | word | meaning |
 # |---|---|
@@ -46,8 +48,8 @@ from numba.extending import is_jitted
 #
 # ## 1.0.1 What compiling costs
 #
-# A kernel is compiled at its first call. This one has three lines; the book's kernels have thirty and take a second each.
-
+# A kernel is compiled at its first call. This one has three lines; the book's kernels have thirty and take a second
+# each.
 
 # %%
 @numba.njit
@@ -68,9 +70,9 @@ for call in ("first call", "second call"):
 # %% [markdown]
 # ## 1.0.2 A stale entry
 #
-# Numba can keep machine code itself: `njit(cache=True)`. It takes an entry as good while the file that holds the kernel is unchanged. But a
-# kernel contains the code of the functions it inlined, and they may lie in another file. Two small modules show it: `root` calls `leaf`, and
-# then `leaf` changes.
+# Numba can keep machine code itself: `njit(cache=True)`. It takes an entry as good while the file that holds the kernel
+# is unchanged. But a kernel contains the code of the functions it inlined, and they may lie in another file. Two small
+# modules show it: `root` calls `leaf`, and then `leaf` changes.
 
 # %%
 LEAF = "from numba import njit\n\n@njit(cache=True)\ndef leaf(x):\n    return x + 1\n"
@@ -80,7 +82,7 @@ ROOT = "from leaf import leaf\nfrom numba import njit\n\n@njit(cache=True)\ndef 
 def run(folder, code):
     "What Python prints, in a new process that finds its modules in the folder and keeps machine code there."
     env = {**os.environ, "PYTHONPATH": str(folder), "NUMBA_CACHE_DIR": str(folder / "cache")}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.check_output([sys.executable, "-c", code], env=env, text=True).strip()
 
 
 with tempfile.TemporaryDirectory() as name:
@@ -93,8 +95,9 @@ with tempfile.TemporaryDirectory() as name:
 answers
 
 # %% [markdown]
-# The second answer should be 1010. Nothing failed, no message came: the edit simply had no effect. In an early version of this book a
-# recurrence was replaced by `out[j] = out[j]`, and every assertion of its chapter passed, until the cache folder was deleted.
+# The second answer should be 1010. Nothing failed, no message came: the edit simply had no effect. In an early version
+# of this book a recurrence was replaced by `out[j] = out[j]`, and every assertion of its chapter passed, until the
+# cache folder was deleted.
 
 # %%
 assert answers == ["20", "20"]
@@ -102,18 +105,17 @@ assert answers == ["20", "20"]
 # %% [markdown]
 # ## 1.0.3 The digest that decides
 #
-# A kernel can inline only what its module can name: its own functions, and what it imports. So the digest of a module is taken over its
-# source *and the sources of all modules it imports from `k3lib`*, directly or not. An edit of a table in `mxfp4` recompiles the product; an
-# edit of the command line recompiles nothing.
+# A kernel can inline only what its module can name: its own functions, and what it imports. So the digest of a module
+# is taken over its source *and the sources of all modules it imports from `k3lib`*, directly or not. An edit of a table
+# in `mxfp4` recompiles the product; an edit of the command line recompiles nothing.
 #
-# A process may run for days, as Jupyter's do, and a source may change meanwhile. Its kernels are then made from the old text, and the file
-# holds the new one. Sources are therefore read when this module is imported. A module whose sources have changed since gets no digest, and
-# without a digest machine code is neither kept nor taken.
-
+# A process may run for days, as Jupyter's do, and a source may change meanwhile. Its kernels are then made from the old
+# text, and the file holds the new one. Sources are therefore read when this module is imported. A module whose sources
+# have changed since gets no digest, and without a digest machine code is neither kept nor taken.
 
 # %% tags=["export"]
 SOURCES = {path.name[:-3]: hashlib.sha256(path.read_bytes()).digest()
-           for path in files("k3lib").iterdir() if path.name.endswith(".py")}  # as they are when this module is imported
+           for path in files("k3lib").iterdir() if path.name.endswith(".py")}  # as they were when this process began
 
 
 @functools.cache
@@ -139,13 +141,13 @@ def source_digest(module: str) -> str | None:
 assert source_digest("kernel_cache") != source_digest("mxfp4")
 assert source_digest("no_such_module") is None
 
+
 # %% [markdown]
 # ## 1.0.4 Where entries lie
 #
-# In `NUMBA_CACHE_DIR` if that is set. Otherwise beside Python's own compiled files, in `k3lib/__pycache__`; where the package is installed
-# read-only, in the user's cache folder. A container may have neither. Then kernels are compiled in every process, which takes a minute and
-# no more: one line says so, and nothing fails.
-
+# In `NUMBA_CACHE_DIR` if that is set. Otherwise beside Python's own compiled files, in `k3lib/__pycache__`; where the
+# package is installed read-only, in the user's cache folder. A container may have neither. Then kernels are compiled in
+# every process, which takes a minute and no more: one line says so, and nothing fails.
 
 # %% tags=["export"]
 def cache_folders() -> Iterator[Path]:
@@ -169,13 +171,12 @@ def say_uncached(reasons: str) -> None:
 # %% [markdown]
 # ## 1.0.5 An entry
 #
-# The file's name holds a digest of everything that decides the machine code: the sources, the kernel's name, the signature, the CPU, the
-# versions of numba, LLVM and Python, and numba's settings. A different question has a different name, so two processes never overwrite each
-# other's answer with another one.
+# The file's name holds a digest of everything that decides the machine code: the sources, the kernel's name, the
+# signature, the CPU, the versions of numba, LLVM and Python, and numba's settings. A different question has a different
+# name, so two processes never overwrite each other's answer with another one.
 #
-# The file begins with the digest of its contents. A file cut short by a full disk or a power cut fails that test. It is compiled again and
-# replaced, as is one that cannot be read for any other reason.
-
+# The file begins with the digest of its contents. A file cut short by a full disk or a power cut fails that test. It is
+# compiled again and replaced, as is one that cannot be read for any other reason.
 
 # %% tags=["export"]
 MAX_ENTRIES = 32  # of one kernel in one folder; the oldest are deleted
@@ -187,14 +188,15 @@ class KernelCache(NullCache):
 
     def __init__(self, function: Callable, digest: str):
         self._name = f"{function.__module__.removeprefix('k3lib.')}.{function.__qualname__}"
-        settings = sorted(pair for pair in os.environ.items() if pair[0].startswith("NUMBA_") and pair[0] not in _NO_EFFECT)
+        settings = sorted(f"{name}={value}" for name, value in os.environ.items()
+                          if name.startswith("NUMBA_") and name not in _NO_EFFECT)
         self._made_by = digest, sys.version, numba.__version__, llvmlite.__version__, settings
 
     def _file_name(self, signature, codegen):
         question = repr((self._made_by, self._name, str(signature), codegen.magic_tuple()))
         return f"{self._name}-{hashlib.sha256(question.encode()).hexdigest()[:24]}.kernel"
 
-    def load_overload(self, sig, target_context):
+    def load_overload(self, sig: Any, target_context: Any) -> CompileResult | None:
         "The compiled kernel, or None if no folder holds a sound entry."
         target_context.refresh()
         name = self._file_name(sig, target_context.codegen())
@@ -211,13 +213,12 @@ class KernelCache(NullCache):
 
 
 # %% [markdown]
-# Keeping an entry writes a file beside its name and renames it, so another process reads all of it or none. Every edit makes new names.
-# So that the folder does not grow for ever, the oldest entries of the same kernel are deleted.
-
+# Keeping an entry writes a file beside its name and renames it, so another process reads all of it or none. Every edit
+# makes new names. So that the folder does not grow for ever, the oldest entries of the same kernel are deleted.
 
 # %% tags=["export"]
 class KernelCache(KernelCache):
-    def save_overload(self, sig, data):
+    def save_overload(self, sig: Any, data: CompileResult) -> None:
         "Keep the kernel that numba has compiled. A folder that cannot be written is passed over; never an exception."
         if data.library.has_dynamic_globals:  # addresses of this process are in its code
             return
@@ -248,16 +249,16 @@ class KernelCache(KernelCache):
 # %% [markdown]
 # ## 1.0.6 Two decorators
 #
-# `@kernel` compiles a function that Python calls. It lets other Python threads run meanwhile (`nogil`), because readers go on while a kernel
-# works, and it divides as NumPy does (`error_model`).
+# `@kernel` compiles a function that Python calls. It lets other Python threads run meanwhile (`nogil`), because readers
+# go on while a kernel works, and it divides as NumPy does (`error_model`).
 #
-# `@inner` compiles a function that only kernels call. Numba counts the users of an array as Python does: a function that is handed one adds
-# one to a counter and takes it off again, atomically. For a matrix taken four rows at a time that can be six atomic steps every microsecond,
-# on counters that all threads share. The caller holds its arrays anyway, so an inner function counts nothing (`_nrt=False`).
+# `@inner` compiles a function that only kernels call. Numba counts the users of an array as Python does: a function
+# that is handed one adds one to a counter and takes it off again, atomically. For a matrix taken four rows at a time
+# that can be six atomic steps every microsecond, on counters that all threads share. The caller holds its arrays
+# anyway, so an inner function counts nothing (`_nrt=False`).
 #
-# A function of a notebook cell is never kept. What it can inline are the other cells, in the order in which you happened to run them, and
-# no file tells that order.
-
+# A function of a notebook cell is never kept. What it can inline are the other cells, in the order in which you
+# happened to run them, and no file tells that order.
 
 # %% tags=["export"]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -287,12 +288,20 @@ def inner(function: F) -> F:
 # %% [markdown]
 # ## 1.0.7 Check: every edit is seen
 #
-# The two modules again, now as modules of a small `k3lib` of their own: this chapter's module and nothing else of the book.
+# The two modules again, now as modules of a small `k3lib` of their own: this chapter's module and nothing else of the
+# book.
 
 # %%
 HERE = Path(str(files("k3lib")))
 LEAF = "from k3lib.kernel_cache import inner\n\n\n@inner\ndef leaf(x):\n    return x + 1\n"
-ROOT = "from k3lib.kernel_cache import kernel\nfrom k3lib.leaf import leaf\n\n\n@kernel\ndef root(x):\n    return 10 * leaf(x)\n"
+ROOT = """from k3lib.kernel_cache import kernel
+from k3lib.leaf import leaf
+
+
+@kernel
+def root(x):
+    return 10 * leaf(x)
+"""
 CALL = "from k3lib.root import root; r = root(1); print(r, 'compiled' if root.stats.cache_misses else 'kept')"
 
 
@@ -320,7 +329,8 @@ answers
 assert answers == ["20 compiled", "20 kept", "1010 compiled", "20 kept"]
 
 # %% [markdown]
-# Then the entries are damaged in two ways, cut short and overwritten, and the cache folder is taken away. Each answer must still be 20.
+# Then the entries are damaged in two ways, cut short and overwritten, and the cache folder is taken away. Each answer
+# must still be 20.
 
 # %%
 with tempfile.TemporaryDirectory() as name:
@@ -343,8 +353,9 @@ answers
 # ## 1.0.8 Summary
 #
 # - Machine code is right to use when every source it was made from is unchanged, the ones it inlined included.
-# - Put what decides an answer into the name under which the answer is kept; then it cannot be stale and two writers cannot disagree.
+# - Put what decides an answer into the name under which the answer is kept; then it cannot be stale and two writers
+#   cannot disagree.
 # - A cache may fail in any way without an error, because everything in it can be made again.
 #
-# **Exercise.** Numba freezes global variables: a kernel that reads `TILE` contains its value. Why is `TILE = 8` covered by the digest, and
-# `TILE = int(os.environ["TILE"])` not?
+# **Exercise.** Numba freezes global variables: a kernel that reads `TILE` contains its value. Why is `TILE = 8` covered
+# by the digest, and `TILE = int(os.environ["TILE"])` not?
