@@ -14,7 +14,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 endif
 PY := $(BIN)/python
-NBVAL := $(PY) -m pytest --nbval --nbval-sanitize-with tests/nbval.cfg --nbval-kernel-name python3 book
+# Tests and notebooks in one run of two workers; a worker takes whole files, in the order that tests/conftest.py gives.
+PYTEST := $(PY) -m pytest -rs -n 2 --dist loadfile --no-loadscope-reorder
+NBVAL := --nbval --nbval-sanitize-with tests/nbval.cfg --nbval-kernel-name python3
 
 .PHONY: decode test test-all check lint export tidy format graph book scale matrix bench bench-history faults clean
 
@@ -24,12 +26,10 @@ decode: .venv/ready
 	$(PY) book/show_run.py out/25_decode.ipynb
 
 test: .venv/ready check
-	$(PY) -m pytest -rs tests
-	$(NBVAL)
+	$(PYTEST) $(NBVAL) tests book
 
 test-all: .venv/ready check
-	$(PY) -m pytest -rs --all tests
-	$(NBVAL)
+	$(PYTEST) --all $(NBVAL) tests book
 
 check: .venv/ready lint
 	$(PY) book/tangle.py --check

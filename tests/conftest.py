@@ -1,18 +1,50 @@
-"What all tests share: property tests that are the same on every run and every machine, plans that a test before cannot move, small work spread."
+"What pytest does for all tests: samples of large grids unless `--all` is given, and fixtures that hold still what would move."
 import pytest
 from hypothesis import settings
 
-from k3lib import memory, parallel
+from k3lib import parallel, plan
 
 # a failure seen once is seen again, and none comes by chance
 settings.register_profile("book", derandomize=True, deadline=None)
 settings.load_profile("book")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="run every case of the large grids, instead of a sample that holds each kind of case")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "large: a case of a large grid that only `--all` runs")
+
+
+# Two workers take whole files, in this order. What takes long comes first, so that short files are left for the end.
+LONG = ["test_budgets.py", "test_contract.py", "test_faults.py", "test_cli.py", "test_checkpoint.py"]
+
+
+def rank(item):
+    "The place of an item's file: the long ones, then notebooks, then the other tests."
+    name = item.path.name
+    return LONG.index(name) if name in LONG else len(LONG) + (not name.endswith(".ipynb"))
+
+
+def pytest_collection_modifyitems(config, items):
+    items.sort(key=rank)
+    if not config.getoption("--all"):
+        left_out = [item for item in items if item.get_closest_marker("large")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("large")]
+
+
+@pytest.fixture(scope="session")
+def everything(request):
+    "True if every case of the large grids is to run: a test that loops over a grid itself asks this."
+    return request.config.getoption("--all")
+
+
 @pytest.fixture
 def steady(monkeypatch):
     "A process of 150 MB to every plan: a real one grows a little between asking for the least budget and spending it."
-    monkeypatch.setattr(memory, "resident_bytes", lambda: 150_000_000)
+    monkeypatch.setattr(plan, "resident_bytes", lambda: 150_000_000)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import base64
 import contextlib
 import copy
 import faulthandler
-import io
 import json
 import os
 import random
@@ -21,13 +20,15 @@ import tempfile
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import NamedTuple
+
+import common
+from common import MODEL
 
 import k3lib.synth  # noqa: F401 what an error's exit code is may not have to be looked up without the right to read it
-from k3lib.cli import main
 
-MODEL = Path(__file__).parents[1] / "fixtures" / "oracle13" / "model"
 INDEX, CONFIG, RANKS, CONTROL = "model.safetensors.index.json", "config.json", "tiktoken.model", "tokenizer_config.json"
 SHARDS = sorted(path.name for path in MODEL.glob("*.safetensors"))
 USED = SHARDS[:14]  # the last two hold the image side, of which decoding reads no byte
@@ -633,17 +634,20 @@ def cases(seed=0):
             yield Case(make.__name__.replace("_", " "), what, damage, *expected)
 
 
+def sample(cases, every=5):
+    "Of the cases of each class that expect the same answer the first, and every fifth after it."
+    alike = {}
+    for case in cases:
+        alike.setdefault((case.group, case.expected, case.code, case.prompt), []).append(case)
+    return [case for some in alike.values() for case in some[::every]]
+
+
 # Running them
 
 def k3(*args):
     "(exit code, output, error output) of the command, in this process."
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = main([str(arg) for arg in args])
-        except SystemExit as stop:
-            code = stop.code
-    return code, out.getvalue(), err.getvalue()
+    run = common.k3(*args)
+    return run.returncode, run.stdout, run.stderr
 
 
 def decode(folder, prompt):
@@ -740,16 +744,14 @@ class Bench:
         return ""
 
 
-def run(chosen):
+def run(chosen, bench):
     "{class: Counter of outcomes} and the wrong cases as (case, outcome, why)."
     counts, wrong = {}, []
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(folder)
-        for case in chosen:
-            outcome, why = bench.judge(case)
-            counts.setdefault(case.group, Counter())["wrong" if why else outcome] += 1
-            if why:
-                wrong.append((case, outcome, why))
+    for case in chosen:
+        outcome, why = bench.judge(case)
+        counts.setdefault(case.group, Counter())["wrong" if why else outcome] += 1
+        if why:
+            wrong.append((case, outcome, why))
     return counts, wrong
 
 
@@ -768,7 +770,8 @@ def report():
     parser.add_argument("--only", metavar="TEXT", default="", help="cases whose class or description holds TEXT")
     args = parser.parse_args()
     start = time.perf_counter()
-    counts, wrong = run(case for case in cases(args.seed) if args.only in f"{case.group}: {case.what}")
+    with tempfile.TemporaryDirectory() as folder:
+        counts, wrong = run((case for case in cases(args.seed) if args.only in f"{case.group}: {case.what}"), Bench(folder))
     for case, outcome, why in wrong:
         print(f"WRONG {case.group}: {case.what}: {why.strip()}")
     print(table(counts) + f"\n{time.perf_counter() - start:.0f} s, seed {args.seed}")

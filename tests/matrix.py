@@ -1,6 +1,6 @@
 """Budgets x threads x chunk sizes x packed or not x CPU x what the expert cache keeps: one answer, compared as bytes.
 
-test_matrix.py runs it on the embedded model; `make matrix`, which is `python tests/matrix.py`, on four layers of the released width.
+test_matrix.py runs it on the embedded model, by default a sample in which every two values meet; `make matrix`, which is `python tests/matrix.py`, on four layers of the released width.
 """
 import argparse
 import dataclasses
@@ -59,9 +59,20 @@ def answer(folder, ram, threads, trunk, cache, chunks, steps):
     return found
 
 
-def answers(folder, budgets, threads, trunks, caches, chunks, steps):
-    "Yields (budget, threads, trunk, cache, chunk, sha256) of every combination."
-    for ram, n, trunk, cache in itertools.product(budgets, threads, trunks, caches):
+def pairs(*dimensions):
+    "Combinations, the same each time, among which every value of a dimension meets every value of every other dimension."
+    combinations = [*itertools.product(*map(range, map(len, dimensions)))]
+    meetings = {one: {*itertools.combinations(enumerate(one), 2)} for one in combinations}
+    to_meet = set().union(*meetings.values())
+    while to_meet:
+        best = max(combinations, key=lambda one: len(meetings[one] & to_meet))
+        to_meet -= meetings[best]
+        yield tuple(values[i] for values, i in zip(dimensions, best))
+
+
+def answers(folder, budgets, threads, trunks, caches, chunks, steps, combine=itertools.product):
+    "Yields (budget, threads, trunk, cache, chunk, sha256) of every combination, or of those that `combine` draws."
+    for ram, n, trunk, cache in combine(budgets, threads, trunks, caches):
         for chunk, digest in answer(folder, ram() if callable(ram) else ram, n, trunk, cache, chunks, steps).items():
             yield ram, n, "packed" if trunk else "unpacked", cache.__name__, chunk, digest
 

@@ -1,15 +1,14 @@
 "Small K3-graph checkpoints with dimensions of the test's choosing, and the book's own float64 model to judge them by."
 import json
-from pathlib import Path
 
 import jupytext
 import numpy as np
+from common import MODEL, ROOT
 
-from k3lib.header import header_bytes
+from k3lib import model
+from k3lib.checkpoint import Checkpoint
 from k3lib.config import read_config
-
-ROOT = Path(__file__).parents[1]
-ORACLE = ROOT / "fixtures" / "oracle13" / "model"
+from k3lib.header import header_bytes
 
 
 def write(folder, seed=0, a_log_tail=7.7, linear=None, **fields):
@@ -18,7 +17,7 @@ def write(folder, seed=0, a_log_tail=7.7, linear=None, **fields):
     One shard a layer and one for the rest, BF16 except where the released layout says otherwise.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config = json.loads((ORACLE / "config.json").read_text())
+    config = json.loads((MODEL / "config.json").read_text())
     config["text_config"].update(fields)
     config["text_config"]["linear_attn_config"].update(linear or {})
     (folder / "config.json").write_text(json.dumps(config))
@@ -52,12 +51,12 @@ def values(rng, name, dtype, shape, config, a_log_tail):
 
 
 def forward64(folder, ids):
-    "Logits of the float64 model that chapter 5.5 writes out, for another checkpoint than the chapter's."
-    cells = [c.source for c in jupytext.read(ROOT / "book" / "05_streaming" / "05_model.py", fmt="py:percent").cells if c.cell_type == "code"]
-    first = next(i for i, c in enumerate(cells) if c.startswith("def rms("))
-    last = next(i for i, c in enumerate(cells) if "def forward64(" in c)
-    from k3lib import checkpoint, model, mxfp4
-    space = {**vars(model), "functools": __import__("functools"), "decode": mxfp4.decode,
-             "config": read_config(folder), "checkpoint": checkpoint.Checkpoint(folder)}
-    exec("\n".join(cells[first:last + 1]), space)
+    "Logits of the float64 model that the model's chapter writes out, for another checkpoint than the chapter's."
+    chapter, = (ROOT / "book").glob("*/[0-9]*_model.py")
+    cells = [cell.source for cell in jupytext.read(chapter, fmt="py:percent").cells if cell.cell_type == "code"]
+    first = next(i for i, cell in enumerate(cells) if cell.startswith("def rms("))
+    last = next(i for i, cell in enumerate(cells) if "def forward64(" in cell)
+    imports = [line for cell in cells[:first] for line in cell.splitlines() if line.startswith(("import ", "from "))]
+    space = {**vars(model), "config": read_config(folder), "checkpoint": Checkpoint(folder)}
+    exec("\n".join([*imports, *cells[first:last + 1]]), space)
     return space["forward64"](list(ids))[0]

@@ -10,24 +10,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from common import FIXTURES, MODEL
 from test_synth import rewritten
 
 import k3lib
 from k3lib import disk, engine, memory, plan
-from k3lib.checkpoint import Checkpoint, EXPERT_TENSORS, Extent
-from k3lib.header import header_bytes
+from k3lib.checkpoint import EXPERT_TENSORS, Checkpoint, Extent
 from k3lib.config import read_config
-from k3lib.fileio import UsageError
-from k3lib.synth import synth
 from k3lib.disk import ITEMSIZE
+from k3lib.fileio import UsageError
+from k3lib.header import header_bytes
+from k3lib.synth import synth
 
 resource = pytest.importorskip("resource")
 pytestmark = pytest.mark.skipif(memory.peak_bytes() is None, reason="this system does not tell a process its peak")
 TWO = {**os.environ, "NUMBA_NUM_THREADS": "2"}  # also where there is one core, and no more threads where there are many
-ROOT = Path(__file__).parents[1]
-MODEL = ROOT / "fixtures" / "oracle13" / "model"
-
-
 class Run:
     "One `k3 decode` in a process of its own: its logits as bytes, its report, and what it said."
 
@@ -62,17 +59,25 @@ def floor(model, folder, *args):
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(tmp_path_factory):
-    "Every kernel in numba's cache, streamed and resident: a process that compiles takes more memory than one that loads."
+    """Every kernel in numba's cache, streamed and resident: a process that compiles takes more memory than one that loads.
+
+    Returns the smallest budget of the embedded model.
+    """
     folder = tmp_path_factory.mktemp("compiled")
-    for ram in (floor(MODEL, folder), "4GB"):
+    least = floor(MODEL, folder)
+    for ram in least, "4GB":
         assert Run(MODEL, folder, ram).code == 0
+    return least
 
 
 @pytest.fixture(scope="module")
-def slice_(tmp_path_factory):
-    "Five layers of full width, 64 experts: 16.6 GB of tensors, 0.4 GB on disk. Layers 3 and 4 are MLA."
+def slice_(tmp_path_factory, everything):
+    """Five layers of full width, 64 experts: 12.4 GB of tensors, 0.4 GB on disk. Layers 3 and 4 are MLA.
+
+    A tenth of the vocabulary: nine tenths of it would be time and no other path. With `--all` it is whole, and these are 16.6 GB.
+    """
     folder = tmp_path_factory.mktemp("slice")
-    synth(folder / "model", "full", layers=5, experts=64)
+    synth(folder / "model", "full", layers=5, experts=64, vocab=None if everything else 16_384)
     engine.pack_trunk(folder / "model", folder / "trunk")
     return folder
 
@@ -103,10 +108,10 @@ def test_the_floor_where_the_system_gives_no_more(lowest):
     assert run.plan["expert_slots"] * run.plan["expert_slot_bytes"] < 10e6 and run.plan["pinned_bytes"] < 2e6
 
 
-def test_the_same_bytes_at_every_budget(slice_, lowest, tmp_path):
+def test_the_same_bytes_at_every_budget(slice_, lowest, tmp_path, everything):
     model, trunk = slice_ / "model", ["--trunk", slice_ / "trunk"]
-    pinned = []
-    for ram, threads, more in [(floor(model, tmp_path, *trunk), 1, trunk), ("450MB", 1, []), ("600MB", 2, trunk), ("1GB", 2, []), ("2GB", 1, trunk)]:
+    pinned, runs = [], [(floor(model, tmp_path, *trunk), 1, trunk), ("450MB", 1, []), ("600MB", 2, trunk), ("1GB", 2, []), ("2GB", 1, trunk)]
+    for ram, threads, more in runs if everything else [runs[0], runs[3], runs[4]]:
         run = Run(model, tmp_path, ram, "--threads", threads, *more)
         kept(run, ram)
         assert run.logits == lowest[1].logits, f"{ram}, {threads} threads{', packed' * bool(more)}: other logits"
@@ -137,7 +142,7 @@ def test_a_plan_that_the_machine_cannot_hold_says_what_would_fit(monkeypatch):
         plan.make_plan(config, checkpoint, 1, 32)
     for short, advice in (6_000_000, r"a budget of (\d+) MB would fit"), (-2_000_000, r"not even the smallest budget, (\d+) MB, would fit"):
         free = refused.value.least - memory.resident_bytes() + short
-        monkeypatch.setattr(memory, "available_bytes", lambda: free)
+        monkeypatch.setattr(plan, "available_bytes", lambda: free)
         with pytest.raises(plan.PlanError, match=advice) as caught:
             plan.make_plan(config, checkpoint, 10**9, 32)
         named = int(re.search(advice, str(caught.value))[1]) * 10**6
@@ -183,7 +188,7 @@ def test_other_layouts_stream_to_the_same_bytes(tmp_path):
 
 GROWTH = """
 import sys, k3lib
-from k3lib.decode import resident_bytes
+from k3lib.memory import resident_bytes
 model, token, seen = k3lib.load(sys.argv[1], sys.argv[2], context=220), 5, []
 for i in range(220):
     token = int(model.step(token).argmax())
@@ -192,8 +197,8 @@ print(seen[19], seen[-1])
 """
 
 
-def test_memory_does_not_grow_with_tokens(tmp_path):
-    ram = int(floor(MODEL, tmp_path)[:-2]) * 10**6 + 1_000_000
+def test_memory_does_not_grow_with_tokens(compiled):
+    ram = memory.parse_size(compiled) + 1_000_000
     done = subprocess.run([sys.executable, "-c", GROWTH, MODEL, str(ram)], capture_output=True, text=True, check=True, env=TWO)
     early, late = map(int, done.stdout.split())
     assert late - early < 10_000_000, f"{(late - early) / 200 / 1000:.0f} kB a token more in memory over 200 tokens"
@@ -217,15 +222,15 @@ class Released:
 
 @pytest.fixture(scope="module")
 def released():
-    config = read_config(ROOT / "fixtures" / "k3")
+    config = read_config(FIXTURES / "k3")
     return config, Released(config)
 
 
 @pytest.fixture
 def small_process(monkeypatch):
     "As in a process of its own: this one has pytest and more in memory."
-    monkeypatch.setattr(memory, "resident_bytes", lambda: 130_000_000)
-    monkeypatch.setattr(memory, "available_bytes", lambda: None)
+    monkeypatch.setattr(plan, "resident_bytes", lambda: 130_000_000)
+    monkeypatch.setattr(plan, "available_bytes", lambda: None)
 
 
 def test_the_released_shape_fits_a_gigabyte_and_4096_positions_cost_226_megabytes(released, small_process):
@@ -240,7 +245,7 @@ def test_the_released_shape_fits_a_gigabyte_and_4096_positions_cost_226_megabyte
 
 
 def test_a_context_that_does_not_fit_is_refused_before_the_first_read(slice_, tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "Files", lambda: pytest.fail("a file was opened for reading"))
+    monkeypatch.setattr(disk.Files, "__init__", lambda *_: pytest.fail("a file was opened for reading"))
     with pytest.raises(UsageError, match="1000000 positions needs at least"):
         k3lib.load(slice_ / "model", ram="2GB", context=1_000_000)
     run = Run(slice_ / "model", tmp_path, "2GB", tokens=1_000_000)

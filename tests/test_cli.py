@@ -11,31 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from common import EXPECTED, MODEL, PROMPT, grid, k3, k3_process, refused
 from small import write
 from test_synth import rewritten
-
-from k3lib import cli
-from k3lib.fileio import UsageError
-
-ROOT = Path(__file__).parents[1]
-MODEL = ROOT / "fixtures" / "oracle13" / "model"
-EXPECTED = json.loads((ROOT / "fixtures" / "oracle13" / "expected.json").read_text())
-PROMPT = ",".join(map(str, EXPECTED["prompt_ids"]))
-
-
-def k3(*args, cwd=None):
-    return subprocess.run([sys.executable, "-m", "k3lib", *map(str, args)], capture_output=True, text=True, cwd=cwd)
-
-
-def refused(run, code, *words):
-    "The run ended with `code` and one line on stderr that holds every word; no traceback, nothing decoded."
-    assert run.returncode == code, run.stderr or run.stdout
-    lines = run.stderr.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("k3 "), run.stderr
-    assert "Traceback" not in run.stderr + run.stdout
-    for word in words:
-        assert str(word) in lines[0], f"{word!r} is not in {lines[0]!r}"
-    assert "generated ids" not in run.stdout
 
 
 @pytest.fixture
@@ -52,7 +30,7 @@ def edit_config(model, edit):
 
 
 def test_decode_prints_the_expected_ids_and_writes_what_it_is_asked(tmp_path):
-    run = k3("decode", MODEL, "--ids", PROMPT, "--max-new-tokens", 20, "--json", tmp_path / "r.json", "--logits", tmp_path / "l.npy")
+    run = k3_process("decode", MODEL, "--ids", PROMPT, "--max-new-tokens", 20, "--json", tmp_path / "r.json", "--logits", tmp_path / "l.npy")
     assert run.returncode == 0, run.stderr
     assert "generated ids: " + ",".join(map(str, EXPECTED["generated_ids"])) in run.stdout
     report = json.loads((tmp_path / "r.json").read_text())
@@ -68,7 +46,7 @@ def test_decode_prints_the_expected_ids_and_writes_what_it_is_asked(tmp_path):
 
 
 def test_a_text_prompt(tmp_path):
-    (tmp_path / "p.txt").write_bytes("Hello <|open|>".encode())
+    (tmp_path / "p.txt").write_bytes(b"Hello <|open|>")
     by_file = k3("decode", MODEL, "--prompt-file", tmp_path / "p.txt", "--max-new-tokens", 3)
     by_text = k3("decode", MODEL, "--prompt", "Hello <|open|>", "--max-new-tokens", 3)
     assert by_file.returncode == by_text.returncode == 0, by_file.stderr
@@ -128,8 +106,9 @@ def test_missing_and_truncated_shards(model):
     (["--prompt-file", "nothing.txt"], ["nothing.txt"]),
     (["--prompt-file", "."], [".: is no regular file"]),
 ])
-def test_bad_arguments(args, words, tmp_path):
-    refused(k3("decode", MODEL, *args, cwd=tmp_path), 2, *words)
+def test_bad_arguments(args, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused(k3("decode", MODEL, *args), 2, *words)
 
 
 def test_an_unwritable_report_is_refused_before_the_run(tmp_path):
@@ -191,25 +170,40 @@ def test_what_cannot_be_packed_or_packed_to(tmp_path, model):
 # An answer that nobody gets is no success
 
 
-def unheard(command, **streams):
-    "Run with standard output that takes nothing: exit code 1, one line on standard error."
-    run = subprocess.run([sys.executable, "-m", "k3lib", *map(str, command)], stderr=subprocess.PIPE, text=True, **streams)
-    assert run.returncode == 1, run.stderr
-    lines = run.stderr.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith(f"k3 {command[0]}: standard output "), run.stderr
-    return lines[0]
+def closed(folder):
+    "Standard output that was closed before the program started."
+    return {"preexec_fn": lambda: os.close(1)}
 
 
-@pytest.mark.parametrize("command", [["decode", MODEL, "--ids", "1", "--max-new-tokens", "2"], ["plan", MODEL], ["census", MODEL]])
-def test_standard_output_that_is_closed_broken_or_full(command, tmp_path):
-    assert "is closed" in unheard(command, preexec_fn=lambda: os.close(1))
+def broken(folder):
+    "A pipe that nobody reads."
     reader, writer = os.pipe()
     os.close(reader)
-    assert "Broken pipe" in unheard(command, stdout=writer)
-    os.close(writer)
-    if Path("/dev/full").exists():
-        with open("/dev/full", "w") as full:
-            assert "No space left" in unheard(command, stdout=full)
+    return {"stdout": writer}
+
+
+def full(folder):
+    "A device that takes no byte."
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    return {"stdout": os.open("/dev/full", os.O_WRONLY)}
+
+
+LOST = {closed: "is closed", broken: "Broken pipe", full: "No space left"}
+COMMANDS = ["decode", MODEL, "--ids", "1", "--max-new-tokens", "2"], ["plan", MODEL], ["census", MODEL]
+
+
+@pytest.mark.parametrize("command, stream", grid([(command, stream) for command in COMMANDS for stream in LOST],
+                                                 lambda n, case: case[0][0] == "decode" or n % 4 == 0))
+def test_standard_output_that_takes_nothing(command, stream, tmp_path):
+    "Exit code 1 and one line on standard error."
+    options = stream(tmp_path)
+    run = subprocess.run([sys.executable, "-m", "k3lib", *map(str, command)], stderr=subprocess.PIPE, text=True, **options)
+    if "stdout" in options:
+        os.close(options["stdout"])
+    assert run.returncode == 1, run.stderr
+    lines = run.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith(f"k3 {command[0]}: standard output ") and LOST[stream] in lines[0], run.stderr
 
 
 def running(*args, tokens=5000):
@@ -241,31 +235,48 @@ def test_a_folder_that_may_not_be_written_to_is_refused_before_the_run(tmp_path,
     def refuses(dir):
         raise PermissionError(13, "Permission denied")
 
-    cli._check_outputs(MODEL, tmp_path / "r.json")
-    assert not list(tmp_path.iterdir())
+    assert k3("census", MODEL, "--json", tmp_path / "r.json").returncode == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
     monkeypatch.setattr(tempfile, "TemporaryFile", refuses)  # root may write anywhere
-    with pytest.raises(UsageError, match=re.escape(f"{tmp_path / 'r.json'}: the folder {tmp_path} cannot be written to: Permission denied")):
-        cli._check_outputs(MODEL, tmp_path / "r.json")
+    refused(k3("census", MODEL, "--json", tmp_path / "again"), 2, f"{tmp_path / 'again'}: the folder {tmp_path} cannot be written to: Permission denied")
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
 
-def test_a_signal_that_a_callback_drops_is_not_shown(monkeypatch):
-    class Drops:
-        def __init__(self, error):
-            self.error = error
+DROPPED = """
+import contextlib, io, signal, sys
+from k3lib.cli import main
 
-        def __del__(self):
-            raise self.error
+class Drops:
+    "Python drops what a finalizer raises, and shows it."
+    def __init__(self, error):
+        self.error = error
 
-    shown = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda what: shown.append(what.exc_type))
-    with cli._stopping("decode") as came:
-        Drops(KeyboardInterrupt())  # no signal came: something else is wrong
-        came.append(signal.SIGINT)
-        Drops(KeyboardInterrupt())
-        Drops(ValueError())
-        came.clear()
-    Drops(MemoryError())
-    assert shown == [KeyboardInterrupt, ValueError, MemoryError]
+    def __del__(self):
+        raise self.error
+
+class Output(io.StringIO):
+    def write(self, text):
+        if not shown:
+            Drops(KeyboardInterrupt())  # no signal came: something else is wrong
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            Drops(KeyboardInterrupt())
+            Drops(ValueError())
+        return super().write(text)
+
+shown = []
+sys.unraisablehook = lambda what: shown.append(what.exc_type.__name__)
+with contextlib.redirect_stdout(Output()):
+    main(["census", sys.argv[1]])
+Drops(MemoryError())
+print(*shown)
+"""
+
+
+def test_a_signal_that_a_callback_drops_is_not_shown():
+    "A process of its own: one that has had its signal is ended soon, come what may."
+    run = subprocess.run([sys.executable, "-c", DROPPED, MODEL], capture_output=True, text=True)
+    assert run.stdout.split() == ["KeyboardInterrupt", "ValueError", "MemoryError"], run.stderr
 
 
 def test_what_cannot_even_be_imported_is_one_line():

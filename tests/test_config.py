@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from k3lib.checkpoint import Checkpoint
+from k3lib.config import FIXED, FIXED_IF_GIVEN, INTEGERS, REALS, Config, ConfigError, read_config
 from k3lib.fileio import CheckpointError
 from k3lib.header import ITEMSIZE, header_bytes
-from k3lib.config import Config, ConfigError, FIXED, FIXED_IF_GIVEN, INTEGERS, REALS, read_config
 from k3lib.tensors import check_tensors
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"

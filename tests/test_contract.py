@@ -1,61 +1,60 @@
-"""The floating-point contract on the whole model: chunks, threads, recomputation and a baseline CPU give the same bytes.
+"""The floating-point contract: whatever CPU the kernels are compiled for, and however many threads work, the bytes are those written down.
 
-Each run is a process of its own, because numba fixes CPU and thread count when it starts.
+contract.py computes all digests of a CPU in one process.
 """
+import json
 import os
+import platform
 import subprocess
 import sys
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import test_linear
+import test_mxfp4
+from common import ROOT
+from numba.core.registry import cpu_target
 
-MODEL = Path(__file__).parents[1] / "fixtures" / "oracle13" / "model"
-RUN = """
-import hashlib, sys
-import numpy as np
-import k3lib
-from k3lib import mxfp4
-mxfp4.WORTH = 0  # by all threads, however little it is
-ids = [304, 206, 32, 407, 493, 375, 224, 286, 48, 367]
-model = k3lib.load(sys.argv[1], threads=int(sys.argv[2]))
-def digest(rows): return hashlib.sha256(np.ascontiguousarray(rows).tobytes()).hexdigest()
-for chunk in (1, 2, 3, 7, 10):
-    model.reset()
-    model.chunk = chunk
-    print("chunks of", chunk, digest(model.forward(ids)))
-model.reset()
-first = model.forward(ids[:4])
-print("4 then steps", digest(np.concatenate([first] + [model.step(i)[None] for i in ids[4:]])))
-rows = []
-for n in range(1, len(ids) + 1):
-    model.reset()
-    rows.append(model.prefill(ids[:n]))
-print("recomputed", digest(np.stack(rows)))
-"""
+MODEL = "0e33c8adb6a79b6098051b71fdbc136bea025666aaa239efca7116cdc5819a70"  # of the logits of contract.IDS
+# What is None here is compared with this CPU and one thread: numpy draws its numbers, and another system's numpy may draw others.
+WRITTEN_DOWN = {
+    "test_mxfp4": test_mxfp4.WRITTEN_DOWN,
+    "test_linear": test_linear.WRITTEN_DOWN,
+    "test_mla": None,
+    "test_residual": None,
+    "model": {f"chunks of {n}": MODEL for n in (1, 2, 3, 7, 10)} | {"4, then steps": MODEL, "each prefix anew": MODEL},
+}
+KERNELS = [name for name in WRITTEN_DOWN if name != "model"]
 
 
-def digests(threads, **env):
-    run = subprocess.run([sys.executable, "-c", RUN, str(MODEL), str(threads)], capture_output=True, text=True, env={**os.environ, **env})
-    assert run.returncode == 0, run.stderr
-    return dict(line.rsplit(" ", 1) for line in run.stdout.splitlines())
-
-
-@pytest.fixture(scope="module")
-def reference():
-    found = digests(1)
-    assert len(found) == 7
+def targets():
+    "{CPU this machine can compile for: (what is computed there, the environment that asks for that CPU)}. A baseline CPU has no FMA and no AVX."
+    found = {"this CPU": ([*WRITTEN_DOWN], {}), "generic": ([*WRITTEN_DOWN], {"NUMBA_CPU_NAME": "generic"})}
+    features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+    if platform.machine() in ("x86_64", "AMD64") and {"+avx2", "+fma"} <= set(features):
+        found["AVX2"] = KERNELS, {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+ssse3,+sse4.1,+sse4.2,+bmi,+bmi2,+popcnt"}
     return found
 
 
-def test_every_way_to_cut_a_prompt_gives_the_same_bytes(reference):
-    assert len(set(reference.values())) == 1, reference
+TARGETS = targets()
 
 
-@pytest.mark.skipif(os.cpu_count() < 2, reason="one core: there is no second thread to compare")
-def test_two_threads(reference):
-    assert digests(2) == reference
+@pytest.fixture(scope="module")
+def found():
+    "{CPU: (exit code, error, {threads: {name: {what: digest}}})}"
+    def run(target):
+        names, environment = target
+        done = subprocess.run([sys.executable, ROOT / "tests" / "contract.py", *names], capture_output=True, text=True, env={**os.environ, "NUMBA_NUM_THREADS": "2", **environment})
+        rows = map(json.loads, done.stdout.splitlines())
+        return done.returncode, done.stderr, {row["threads"]: row["found"] for row in rows}
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(TARGETS, pool.map(run, TARGETS.values())))
 
 
-def test_a_baseline_cpu(reference):
-    "No FMA, no AVX, no byte shuffle: fused multiply-adds become library calls, the bits stay."
-    assert digests(1, NUMBA_CPU_NAME="generic") == reference
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("cpu, name", [(cpu, name) for cpu, (names, _) in TARGETS.items() for name in names])
+def test_same_bytes(found, cpu, name, threads):
+    code, error, rows = found[cpu]
+    assert code == 0, error
+    assert rows[threads][name] == (WRITTEN_DOWN[name] or found["this CPU"][2][1][name])

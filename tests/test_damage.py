@@ -7,23 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from common import MODEL, least
 
 import k3lib
 from k3lib import plan
 from k3lib.checkpoint import Checkpoint
-from k3lib.fileio import CheckpointError
 from k3lib.config import read_config
-from k3lib.kda import kda_decay, l2norm
+from k3lib.fileio import CheckpointError
 from k3lib.functions import rms_norm
-from k3lib.matmul import NotFinite, ResidentMatrix, linear
+from k3lib.kda import kda_decay, l2norm
+from k3lib.matmul import NotFinite, ResidentMatrix, linear, mxfp4_matmul
 from k3lib.mla import attend
-from k3lib.tensors import EMBED, EXPERT_NAME, forward_order
 from k3lib.moe import Expert, expert_mlp
-from k3lib.matmul import mxfp4_matmul
 from k3lib.residual import mix
-from k3lib.tensors import is_matrix
+from k3lib.tensors import EMBED, EXPERT_NAME, forward_order, is_matrix
 
-MODEL = Path(__file__).parents[1] / "fixtures" / "oracle13" / "model"
 TOKEN = 5
 BAD = (np.inf, -np.inf, np.nan)
 
@@ -37,12 +35,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def checkpoint(folder):
     return Checkpoint(folder)
-
-
-def least(folder):
-    with pytest.raises(plan.PlanError) as refused:
-        k3lib.load(folder, 1, context=32)
-    return refused.value.least
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +146,7 @@ def test_a_scale_of_255(folder, streaming, checkpoint, ram):
         with damaged(scale, row * scale.shape[1] + group, b"\xff"):
             said = complaint(model)
         model.close()
-        assert f"{scale.file}: {EXPERT.format(L, e, matrix, 'scale')}, row {row}, column {group}: E8M0 scale 255" in said
+        assert f"{scale.file}: {EXPERT_NAME.format(L, e, matrix, 'scale')}, row {row}, column {group}: E8M0 scale 255" in said
 
 
 def test_an_expert_that_is_not_chosen_and_a_row_that_is_not_read_harm_nobody(streaming, checkpoint):

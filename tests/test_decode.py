@@ -1,27 +1,17 @@
 "Plan, memory accounting, sizes: what the last chapter promises before a token is decoded."
 import dataclasses
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
+from common import MODEL, least
 from small import write
 
 import k3lib
 from k3lib import engine, memory, plan
 from k3lib.checkpoint import Checkpoint
-from k3lib.fileio import CheckpointError
 from k3lib.config import read_config
-from k3lib.fileio import UsageError
-
-MODEL = Path(__file__).parents[1] / "fixtures" / "oracle13" / "model"
-
-
-def least():
-    "The smallest budget for the embedded model in this process, now."
-    with pytest.raises(plan.PlanError) as refused:
-        plan.make_plan(read_config(MODEL), Checkpoint(MODEL), 1, 32)
-    return refused.value.least
+from k3lib.fileio import CheckpointError, UsageError
 
 
 @pytest.mark.parametrize("text, value", [("8GB", 8 * 10**9), ("8GiB", 8 * 2**30), ("900MB", 9 * 10**8), ("1.5 GB", 15 * 10**8), (12345, 12345), ("2kb", 2000)])
@@ -80,10 +70,10 @@ def test_a_plan_never_exceeds_its_budget_and_more_pins_more(steady):
     floor = least() + 2_000_000
     shares = []
     for extra in range(0, 12_000_000, 1_000_000):
-        plan = plan.make_plan(config, checkpoint, floor + extra, 32)
-        assert plan.total <= floor + extra
-        shares.append(plan.pinned_bytes)
-    assert shares == sorted(shares) and shares[0] < shares[-1] == plan.trunk_bytes
+        found = plan.make_plan(config, checkpoint, floor + extra, 32)
+        assert found.total <= floor + extra
+        shares.append(found.pinned_bytes)
+    assert shares == sorted(shares) and shares[0] < shares[-1] == found.trunk_bytes
 
 
 def test_a_longer_context_costs_the_latent_cache_alone():

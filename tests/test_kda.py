@@ -1,40 +1,21 @@
 "k3lib.kda: every operation by hand and by fixture, the layer against a model that ran elsewhere, any cut to the same bytes."
-from pathlib import Path
-
 import numba
 import numpy as np
 import pytest
+from common import FIXTURES, TOLERANCE, close, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from k3lib.checkpoint import Checkpoint
-from k3lib.kda import KDA_ORDER, kda_decay, kda_layer, kda_recurrent, kda_state, l2norm, short_conv, squash
 from k3lib.functions import rms_norm
+from k3lib.kda import KDA_ORDER, kda_decay, kda_layer, kda_recurrent, kda_state, l2norm, short_conv, squash
 from k3lib.matmul import ResidentMatrix
 from k3lib.moe import dense_mlp
 from k3lib.residual import mix
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
-TOLERANCE = 1e-5  # of the largest magnitude: at least ten times what float32 differs from float64 here (fixtures/ops/README.md)
 CONV, L2, DECAY, RECURRENT = (load_file(FIXTURES / f"ops/{name}.safetensors") for name in ("short_conv", "l2norm", "kda_decay", "kda_recurrent"))
 EPS, LOW = 1e-5, -5.0
-
-
-def close(name, found, expected, tolerance=TOLERANCE):
-    expected = np.asarray(expected, np.float64)
-    assert found.shape == expected.shape, f"{name}: shape {found.shape}, expected {expected.shape}"
-    difference = np.abs(found - expected)
-    allowed = tolerance * np.abs(expected).max()
-    assert difference.max() <= allowed, (
-        f"{name}: largest difference {difference.max():.3g} at {np.unravel_index(difference.argmax(), difference.shape)}, allowed {allowed:.3g}")
-
-
-def same(name, found, expected):
-    different = np.argwhere(found != expected)
-    if len(different):
-        at = tuple(different[0])
-        pytest.fail(f"{name}: {len(different)} of {found.size} elements differ, the first at {different[0]}: {found[at]} and {expected[at]}")
 
 
 def f32(*rows):

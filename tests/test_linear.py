@@ -1,39 +1,19 @@
 """Rows, norms and the three curves: hand values, fixtures, and bit for bit a twin in NumPy.
 
-The last part is the floating-point contract: processes that compile for other CPUs, with one thread and two, must give
-digests that were written down once.
+The last part is the floating-point contract: digests that were written down once. test_contract.py compares them with those of processes
+that compile for other CPUs.
 """
-import hashlib
-import inspect
-import os
-import platform
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
 import numpy as np
 import pytest
+from common import FIXTURES, TOLERANCE, digest, distance
+from common import bf16 as cut_to_bf16
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
-from numba.core.registry import cpu_target
 from safetensors.numpy import load_file
 
 from k3lib.functions import exp, rms_norm, sigmoid, tanh
 from k3lib.matmul import ResidentMatrix, bf16_to_float32, dot, linear
-
-ROOT = Path(__file__).parents[1]
-TOLERANCE = 1e-5  # relative to the largest output: fixtures/ops/README.md, over ten times float32 against float64
-
-
-def distance(name, got, expected):
-    "Largest difference relative to the largest expected magnitude, printed with its place."
-    off = np.abs(got - expected)
-    worst = np.unravel_index(np.argmax(np.where(np.isnan(off), np.inf, off)), off.shape)
-    relative = off[worst] / np.abs(expected).max()
-    print(f"{name}: largest difference {off[worst]:.3g} ({relative:.3g} relative) at {worst}: {got[worst]} for {expected[worst]}")
-    return relative
 
 
 def numbers(shape, seed=0):
@@ -42,7 +22,7 @@ def numbers(shape, seed=0):
 
 
 def bf16(shape, seed=0):
-    return (numbers(shape, seed).view(np.uint32) >> 16).astype(np.uint16)
+    return cut_to_bf16(numbers(shape, seed))
 
 
 class Cut:
@@ -164,33 +144,33 @@ def test_rows_is_one_block():
 
 @pytest.fixture(scope="module")
 def norm():
-    return {name: array.copy() for name, array in load_file(ROOT / "fixtures/ops/rmsnorm.safetensors").items()}
+    return {name: array.copy() for name, array in load_file(FIXTURES / "ops/rmsnorm.safetensors").items()}
 
 
 @pytest.mark.parametrize("eps, name", [(1e-5, "y_eps1e5"), (1e-6, "y_eps1e6")])
 def test_rms_norm_of_the_fixture(norm, eps, name):
-    assert distance(name, rms_norm(norm["x"], norm["weight"], eps), norm[name]) < TOLERANCE
+    assert distance(rms_norm(norm["x"], norm["weight"], eps), norm[name]) < TOLERANCE
 
 
 @pytest.mark.parametrize("eps, name", [(1e-6, "y_eps1e5"), (1e-5, "y_eps1e6")])
 def test_the_other_epsilon_fails_the_gate(norm, eps, name):
-    assert distance(name, rms_norm(norm["x"], norm["weight"], eps), norm[name]) > 1000 * TOLERANCE
+    assert distance(rms_norm(norm["x"], norm["weight"], eps), norm[name]) > 1000 * TOLERANCE
 
 
 def test_wrong_norms_fail_the_gate(norm):
     x, weight, y = norm["x"].astype(float), norm["weight"], rms_norm(norm["x"], norm["weight"], 1e-5)
     rms = np.sqrt(np.mean(x**2, -1, keepdims=True))
-    assert distance("eps outside the root", x / (rms + 1e-5) * weight, y) > 1000 * TOLERANCE
-    assert distance("mean subtracted", (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * weight, y) > 1000 * TOLERANCE
-    assert distance("1 + weight", x / np.sqrt(rms**2 + 1e-5) * (1 + weight), y) > 1000 * TOLERANCE
+    assert distance(x / (rms + 1e-5) * weight, y) > 1000 * TOLERANCE
+    assert distance((x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * weight, y) > 1000 * TOLERANCE
+    assert distance(x / np.sqrt(rms**2 + 1e-5) * (1 + weight), y) > 1000 * TOLERANCE
 
 
 def test_rms_norm_by_hand_in_place_and_of_zeros():
     x, weight = np.array([[3, -4], [0, 0]], np.float32), np.array([1, 2], np.float32)
     expected = np.array([[3, -8], [0, 0]]) / np.sqrt(12.5)
-    assert distance("by hand", rms_norm(x, weight, 1e-12), expected) < 1e-6
+    assert distance(rms_norm(x, weight, 1e-12), expected) < 1e-6
     assert rms_norm(x, weight, 1e-12, out=x) is x
-    assert distance("in place", x, expected) < 1e-6
+    assert distance(x, expected) < 1e-6
 
 
 def test_rms_norm_has_the_bits_of_the_twin():
@@ -264,29 +244,22 @@ def case(n, k, tokens):
             every[n * k:n * k + tokens * k].reshape(tokens, k), every[n * k + tokens * k:])
 
 
-RUN = f"""
-import hashlib
-import numpy as np
-from numba import njit
-from k3lib import mxfp4
-from k3lib.linear import Rows, dot, exp, linear, rms_norm, sigmoid, tanh
-mxfp4.WORTH = 0  # by all threads, however little it is
-{inspect.getsource(case)}
-{inspect.getsource(curves)}
-def digest(*arrays):
-    return hashlib.sha256(b"".join(a.tobytes() for a in arrays)).hexdigest()[:16]
-for shape in ((1, 1, 1), (6, 17, 3), (19, 48, 4), (67, 333, 7), (130, 100, 9)):
-    W, x, weight = case(*shape)
-    print("linear", *shape, digest(linear(Rows(W), x)))
-    print("dot", shape[1], digest(np.float32([dot(row, weight) for row in x])))
-    for eps in (1e-5, 1e-6):
-        print("rms_norm", *shape[1:], eps, digest(rms_norm(x * np.float32(2**-12), weight, eps)))
-x = np.arange(0, 2**32, 65521).astype(np.uint32).view(np.float32)
-x = np.concatenate([x[~np.isnan(x)], (np.arange(-20000, 20001) / 1000).astype(np.float32)])
-for name, y in zip(("exp", "sigmoid", "tanh"), curves(x)):
-    print(name, digest(y))
-"""
-WRITTEN_DOWN = """
+def contract():
+    "Digests that are the same on every CPU and for any number of threads (test_contract.py)."
+    found = {}
+    for shape in ((1, 1, 1), (6, 17, 3), (19, 48, 4), (67, 333, 7), (130, 100, 9)):
+        W, x, weight = case(*shape)
+        n, k, tokens = shape
+        found[f"linear {n} {k} {tokens}"] = digest(linear(ResidentMatrix(W), x))[:16]
+        found[f"dot {k}"] = digest(np.float32([dot(row, weight) for row in x]))[:16]
+        for eps in (1e-5, 1e-6):
+            found[f"rms_norm {k} {tokens} {eps}"] = digest(rms_norm(x * np.float32(2**-12), weight, eps))[:16]
+    x = np.arange(0, 2**32, 65521).astype(np.uint32).view(np.float32)
+    x = np.concatenate([x[~np.isnan(x)], (np.arange(-20000, 20001) / 1000).astype(np.float32)])
+    return found | {name: digest(y)[:16] for name, y in zip(("exp", "sigmoid", "tanh"), curves(x))}
+
+
+WRITTEN_DOWN = dict(line.rsplit(" ", 1) for line in """
 linear 1 1 1 8a46420ac424b0a4
 dot 1 167110e01cd0db72
 rms_norm 1 1 1e-05 03d305a6b9fec447
@@ -310,53 +283,18 @@ rms_norm 100 9 1e-06 4602209d2c9a53ca
 exp 3b3551b116e91aea
 sigmoid 7f59ecc40a8b5534
 tanh 7c218b1393339031
-"""
-
-
-def targets():
-    "CPUs this machine can compile for, and the environment that asks for each."
-    yield "this CPU", {}
-    yield "generic", {"NUMBA_CPU_NAME": "generic"}
-    features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-    if platform.machine() in ("x86_64", "AMD64") and {"+avx2", "+fma"} <= set(features):
-        yield "AVX2", {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+ssse3,+sse4.1,+sse4.2,+bmi,+bmi2,+popcnt"}
-
-
-THREADS = ("1", "2")
-
-
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory):
-    "What RUN prints for every (CPU, threads), each in a process of its own; a CPU's second run takes its kernels from the cache."
-    cache = str(tmp_path_factory.mktemp("numba"))
-
-    def runs(extra):
-        for threads in THREADS:
-            env = {**os.environ, "NUMBA_CACHE_DIR": cache, "PYTHONPATH": str(ROOT), "NUMBA_NUM_THREADS": threads, **extra}
-            yield subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, env=env)
-
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda target: list(runs(target[1])), targets()))
-    return {(cpu, t): run for (cpu, _), both in zip(targets(), found) for t, run in zip(THREADS, both)}
-
-
-@pytest.mark.parametrize("threads", THREADS)
-@pytest.mark.parametrize("cpu", [name for name, _ in targets()])
-def test_same_bytes(printed, cpu, threads):
-    run = printed[cpu, threads]
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == WRITTEN_DOWN.strip()
+""".strip().splitlines())
 
 
 def test_what_was_written_down_is_the_contract():
     "The twin gives the digest; other lanes, or a product rounded before it is added, do not."
     W, x, _ = case(67, 333, 7)
-    digest = lambda **other: hashlib.sha256(twin(bf16_to_float32(W)[None], x[:, None], **other).tobytes()).hexdigest()[:16]
-    written = dict(line.rsplit(" ", 1) for line in WRITTEN_DOWN.strip().splitlines())["linear 67 333 7"]
-    assert digest() == written
+    of_twin = lambda **other: digest(twin(bf16_to_float32(W)[None], x[:, None], **other))[:16]
+    written = WRITTEN_DOWN["linear 67 333 7"]
+    assert of_twin() == written
     for lanes in (1, 4, 8, 32):
-        assert digest(lanes=lanes) != written, f"{lanes} lanes"
-    assert digest(fma=lambda a, b, c: a * b + c) != written
+        assert of_twin(lanes=lanes) != written, f"{lanes} lanes"
+    assert of_twin(fma=lambda a, b, c: a * b + c) != written
 
 
 def test_a_sum_the_compiler_may_reorder_would_be_caught():
@@ -369,9 +307,9 @@ def test_a_sum_the_compiler_may_reorder_would_be_caught():
 
     _, x, weight = case(67, 333, 7)
     got = np.array([loose(row, weight) for row in x], np.float32)
-    written = dict(line.rsplit(" ", 1) for line in WRITTEN_DOWN.strip().splitlines())["dot 333"]
-    assert hashlib.sha256(np.array([dot(row, weight) for row in x], np.float32).tobytes()).hexdigest()[:16] == written
-    assert hashlib.sha256(got.tobytes()).hexdigest()[:16] != written
+    written = WRITTEN_DOWN["dot 333"]
+    assert digest(np.array([dot(row, weight) for row in x], np.float32))[:16] == written
+    assert digest(got)[:16] != written
 
 
 def test_a_product_and_a_sum_are_two_roundings():

@@ -1,25 +1,20 @@
-"""The matrix on the embedded model: every combination of what may change the time must leave the bytes alone.
+"""The matrix on the embedded model: combinations of what may change the time must leave the bytes alone. With `--all` every combination.
 
 The baseline CPU, which needs kernels of its own, has its test in test_contract.py and its rows in `make matrix`.
 """
-from pathlib import Path
+import itertools
+import math
 
 import matrix
 import pytest
+from common import MODEL, least
 
-import k3lib
-from k3lib import engine, parallel, plan
-
-MODEL = Path(__file__).parents[1] / "fixtures" / "oracle13" / "model"
+from k3lib import engine, parallel
 
 
-def floor(extra):
-    "A budget `extra` bytes above the smallest one there is at that moment."
-    def ram():
-        with pytest.raises(plan.PlanError) as refused:
-            k3lib.load(MODEL, 1, context=32)
-        return refused.value.least + extra
-    return ram
+def floor():
+    "A budget a megabyte above the smallest one there is at this moment."
+    return least() + 1_000_000
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +29,17 @@ def reference():
     return matrix.answer(MODEL, "1GB", 1, None, matrix.as_planned, [len(matrix.IDS)], 2)[len(matrix.IDS)]
 
 
-def test_one_answer(trunk, reference):
-    rows = list(matrix.answers(MODEL, [floor(1_000_000), "1GB"], sorted({1, parallel.CORES}), [None, trunk], matrix.CACHES, [1, 4, 6], 2))
-    assert len(rows) == 2 * len({1, parallel.CORES}) * 2 * len(matrix.CACHES) * 3
+def test_one_answer(trunk, reference, everything):
+    dimensions = [floor, "1GB"], sorted({1, parallel.CORES}), [None, trunk], matrix.CACHES
+    rows = list(matrix.answers(MODEL, *dimensions, [1, 4, 6], 2, itertools.product if everything else matrix.pairs))
+    assert len(rows) >= 3 * (math.prod(map(len, dimensions)) if everything else 6)
     others = [row for row in rows if row[-1] != reference]
     assert not others, f"{len(others)} of {len(rows)} differ, the first is {others[0]}"
+
+
+def test_in_the_sample_every_two_values_meet():
+    dimensions = "ab", [1, 2, 3], [None, True], "xyzw"
+    sample = [*matrix.pairs(*dimensions)]
+    assert sample == [*matrix.pairs(*dimensions)] and len(sample) <= 14 < math.prod(map(len, dimensions))
+    for i, j in itertools.combinations(range(4), 2):
+        assert {(one[i], one[j]) for one in sample} == {*itertools.product(dimensions[i], dimensions[j])}

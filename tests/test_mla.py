@@ -1,15 +1,11 @@
 """k3lib.mla: attention from the latent cache by hand, by fixture and against float64; any cut of tokens, heads and threads to the same bytes."""
-import hashlib
-import os
-import subprocess
-import sys
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numba
 import numpy as np
 import pytest
+from common import FIXTURES, TOLERANCE, bf16, close, digest, distance, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
@@ -18,34 +14,9 @@ from safetensors.numpy import load_file
 from k3lib.matmul import NotFinite, ResidentMatrix, bf16_to_float32
 from k3lib.mla import MLA_ORDER, _softmax_tile, attend, mla_layer
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
-TOLERANCE = 1e-5  # of the largest magnitude: ten times what float32 differs from float64 here (fixtures/ops/README.md)
 F = load_file(FIXTURES / "ops/mla.safetensors")
 DIMS = dict(heads=3, nope=12, rope=4, v_dim=10)
 TRUTH = np.concatenate([F["y_prefill"], F["y_steps"]])
-
-
-def distance(found, expected):
-    expected = np.asarray(expected, np.float64)
-    return np.abs(found - expected).max() / np.abs(expected).max()
-
-
-def close(name, found, expected, tolerance=TOLERANCE):
-    expected = np.asarray(expected, np.float64)
-    assert found.shape == expected.shape, f"{name}: shape {found.shape}, expected {expected.shape}"
-    assert np.isfinite(found).all(), f"{name}: not finite first at {np.argwhere(~np.isfinite(found))[0]}"
-    difference = np.abs(found - expected)
-    allowed = tolerance * np.abs(expected).max()
-    assert difference.max() <= allowed, (
-        f"{name}: largest difference {difference.max():.3g} at {np.unravel_index(difference.argmax(), difference.shape)}, allowed {allowed:.3g}")
-
-
-def same(name, found, expected):
-    "Equal bytes."
-    different = np.argwhere(found.view(np.uint32) != expected.view(np.uint32))
-    if len(different):
-        at = tuple(different[0])
-        pytest.fail(f"{name}: {len(different)} of {found.size} elements differ, the first at {different[0]}: {found[at]!r} and {expected[at]!r}")
 
 
 # The layer in float64, keys and values expanded. Every doubtful part can be swapped for a wrong one.
@@ -119,10 +90,6 @@ def case(heads, nope, rope, v, latent, T, pos, seed=0, hot=1.0):
     rng = np.random.default_rng(seed)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
     return draw(heads * (nope + v), latent) / np.float32(latent ** .5), draw(T, heads, nope + rope) * np.float32(hot), draw(pos + T, latent + rope)
-
-
-def bf16(a):
-    return (a.view(np.uint32) >> 16).astype(np.uint16)
 
 
 def weights(**changed):
@@ -294,24 +261,10 @@ def test_threads(heads, all_threads):
         numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
 
 
-DIGEST = """
-import hashlib, sys
-sys.path.insert(0, "tests")
-from test_mla import digest
-print(digest())
-"""
-
-
-def digest():
+def contract():
+    "Digests that are the same on every CPU (test_contract.py): attention over three tiles of cache."
     kv_b, q, cache = case(5, 24, 8, 20, 72, 5, 150)
-    return hashlib.sha256(attend(ResidentMatrix(bf16(kv_b)), q, cache, 150, 20).tobytes()).hexdigest()
-
-
-def test_a_baseline_cpu():
-    "Three tiles of cache without AVX or FMA: the same bytes. numba fixes the CPU when it starts, so it is a process of its own."
-    run = subprocess.run([sys.executable, "-c", DIGEST], capture_output=True, text=True, cwd=FIXTURES.parent, env={**os.environ, "NUMBA_CPU_NAME": "generic"})
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == digest()
+    return {"attend, 5 heads": digest(attend(ResidentMatrix(bf16(kv_b)), q, cache, 150, 20))}
 
 
 # What it touches

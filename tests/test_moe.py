@@ -1,28 +1,18 @@
 "k3lib.moe: SiTU, one expert, the layer against its fixture, the same bytes in any order and any cut, and which mistakes the fixture rejects."
-from pathlib import Path
-
 import numba
 import numpy as np
 import pytest
+from common import FIXTURES, TOLERANCE, close
 from safetensors.numpy import load_file
 
 from k3lib import router
 from k3lib.matmul import NotFinite, ResidentMatrix
-from k3lib.moe import DENSE_ORDER, Expert, MOE_ORDER, dense_mlp, expert_mlp, moe_layer, routed_sum, situ_glu
+from k3lib.moe import DENSE_ORDER, MOE_ORDER, Expert, dense_mlp, expert_mlp, moe_layer, routed_sum, situ_glu
 from k3lib.mxfp4 import decode
 from k3lib.router import route
 
-OPS = Path(__file__).parents[1] / "fixtures" / "ops"
-SITU, LAYER = load_file(OPS / "situ_glu.safetensors"), load_file(OPS / "latent_moe.safetensors")
-TOLERANCE = 1e-5  # of the output's largest: more than ten times what float32 differs from float64 here (fixtures/ops/README.md)
+SITU, LAYER = load_file(FIXTURES / "ops" / "situ_glu.safetensors"), load_file(FIXTURES / "ops" / "latent_moe.safetensors")
 CASES = {"plain": ("", 1.0), "quiet": ("_quiet", 2.5)}
-
-
-def close(name, found, expected, tolerance=TOLERANCE):
-    difference = np.abs(found - np.asarray(expected, np.float64))
-    assert difference.max() <= tolerance * np.abs(expected).max(), (
-        f"{name}: largest difference {difference.max():.3g} at {np.unravel_index(difference.argmax(), difference.shape)}, "
-        f"allowed {tolerance * np.abs(expected).max():.3g}")
 
 
 class Cut:

@@ -1,26 +1,22 @@
 """MXFP4: the format by hand and from its fixture, the product against float64 and, bit for bit, against a twin in NumPy.
 
-The last part is the floating-point contract: processes that compile for other CPUs, with one thread and two, must give
-digests that were written down once.
+The last part is the floating-point contract: digests that were written down once. test_contract.py compares them with those of processes
+that compile for other CPUs.
 """
-import hashlib
-import inspect
 import os
-import platform
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numba
 import numpy as np
 import pytest
+from common import FIXTURES, ROOT, TOLERANCE, digest, distance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
-from numba.core.registry import cpu_target
 from safetensors.numpy import load_file
 
 from k3lib import mxfp4, parallel
@@ -29,26 +25,14 @@ from k3lib.mxfp4 import E2M1, SCALE, decode
 from k3lib.parallel import chunk_done, next_chunk, parallel_for, threads_for
 from k3lib.simd import HALF_SCALE, TWICE_E2M1
 
-ROOT = Path(__file__).parents[1]
-TOLERANCE = 1e-5  # relative to the largest output: fixtures/ops/README.md, ten times float32 against float64
-
 
 @pytest.fixture(scope="module")
 def fixture():
-    return {name: array.copy() for name, array in load_file(ROOT / "fixtures/ops/mxfp4.safetensors").items()}
+    return {name: array.copy() for name, array in load_file(FIXTURES / "ops/mxfp4.safetensors").items()}
 
 
 def matmul(packed, scale, x):
     return mxfp4_matmul(packed, scale, x, np.full((len(x), len(packed)), np.nan, np.float32))
-
-
-def distance(name, got, expected):
-    "Largest difference relative to the largest expected magnitude, printed with its place."
-    off = np.abs(got - expected)
-    worst = np.unravel_index(np.argmax(np.where(np.isnan(off), np.inf, off)), off.shape)
-    relative = off[worst] / np.abs(expected).max()
-    print(f"{name}: largest difference {off[worst]:.3g} ({relative:.3g} relative) at {worst}: {got[worst]} for {expected[worst]}")
-    return relative
 
 
 def random_matrix(n, groups, seed=0, low=100, high=140):
@@ -105,7 +89,7 @@ def test_decode_keeps_leading_dimensions(fixture):
 
 def test_product_of_the_fixture(fixture):
     got = matmul(fixture["matvec_packed"], fixture["matvec_scale"], fixture["x"][None])
-    assert distance("matvec_y", got[0], fixture["matvec_y"]) < TOLERANCE
+    assert distance(got[0], fixture["matvec_y"]) < TOLERANCE
 
 
 TRAPS = {
@@ -124,13 +108,13 @@ def low_first(packed):
 @pytest.mark.parametrize("trap", TRAPS)
 def test_a_wrong_reading_fails_the_gate(fixture, trap):
     packed, scale = TRAPS[trap](fixture["matvec_packed"], fixture["matvec_scale"])
-    assert distance(trap, matmul(packed, scale, fixture["x"][None])[0], fixture["matvec_y"]) > 1000 * TOLERANCE
+    assert distance(matmul(packed, scale, fixture["x"][None])[0], fixture["matvec_y"]) > 1000 * TOLERANCE
 
 
 def test_int4_codes_fail_the_gate(fixture, monkeypatch):
     monkeypatch.setattr(mxfp4, "E2M1", np.arange(-8, 8, dtype=np.float32))
     weight = decode(fixture["matvec_packed"], fixture["matvec_scale"])
-    assert distance("int4 - 8", weight @ fixture["x"], fixture["matvec_y"]) > 1000 * TOLERANCE
+    assert distance(weight @ fixture["x"], fixture["matvec_y"]) > 1000 * TOLERANCE
 
 
 def test_every_byte_of_a_row_meets_its_own_activations():
@@ -248,25 +232,22 @@ def case(n, groups, tokens):
             (x / 2**21).astype(np.float32).reshape(tokens, -1))
 
 
-RUN = f"""
-import hashlib
-import numpy as np
-from k3lib import mxfp4
-from k3lib.mxfp4 import mxfp4_matmul
-mxfp4.WORTH = 0  # by all threads, however little it is
-{inspect.getsource(case)}
-for shape in ((1, 1, 1), (6, 3, 3), (19, 11, 4), (67, 5, 7), (130, 12, 9)):
-    packed, scale, x = case(*shape)
-    y = mxfp4_matmul(packed, scale, x, np.empty((len(x), len(packed)), np.float32))
-    print(*shape, hashlib.sha256(y.tobytes()).hexdigest()[:16])
-"""
-WRITTEN_DOWN = """
+def contract():
+    "Digests that are the same on every CPU and for any number of threads (test_contract.py)."
+    found = {}
+    for shape in ((1, 1, 1), (6, 3, 3), (19, 11, 4), (67, 5, 7), (130, 12, 9)):
+        packed, scale, x = case(*shape)
+        found[" ".join(map(str, shape))] = digest(matmul(packed, scale, x))[:16]
+    return found
+
+
+WRITTEN_DOWN = dict(line.rsplit(" ", 1) for line in """
 1 1 1 2afffb98e46b035a
 6 3 3 707663ea4cc8eab6
 19 11 4 de1635cb199be09b
 67 5 7 ecc5c2096a8385b8
 130 12 9 fbf9e703cbbebf3c
-"""
+""".strip().splitlines())
 
 
 @njit(nogil=True)
@@ -365,7 +346,7 @@ def slow(n, out, drawn):
 @pytest.mark.parametrize("new_helpers", [False, True])
 def test_an_interrupt_at_any_line_leaves_nobody_at_work(new_helpers):
     "Ctrl-C comes between any two lines, also where a helper is started; afterwards nothing is written and helpers still come."
-    ours = {module.__file__ for module in (mxfp4, threading)}
+    ours = {module.__file__ for module in (parallel, threading)}
     parallel_for(2, 8, slow, np.zeros(8))  # is compiled
     line = interrupted = 0
     while True:
@@ -422,12 +403,12 @@ def test_a_thread_that_outlives_the_main_one():
 OUTLIVES = """
 import threading
 import numpy as np
-from k3lib import mxfp4
-mxfp4.WORTH = 0
+from k3lib import matmul, parallel
+parallel.MIN_PARALLEL_MACS = 0
 def late():
     threading.main_thread().join()
     packed, scale, x, out = np.zeros((64, 16), np.uint8), np.zeros((64, 1), np.uint8), np.zeros((1, 32), np.float32), np.zeros((1, 64), np.float32)
-    print(sum(mxfp4.mxfp4_matmul(packed, scale, x, out).shape[0] for _ in range(20)), flush=True)
+    print(sum(matmul.mxfp4_matmul(packed, scale, x, out).shape[0] for _ in range(20)), flush=True)
 threading.Thread(target=late).start()
 """
 
@@ -450,49 +431,14 @@ def test_small_work_stays_with_the_caller(monkeypatch):
     assert threads_for(parallel.MIN_PARALLEL_MACS) == 7 and threads_for(parallel.MIN_PARALLEL_MACS - 1) == 1
 
 
-def targets():
-    "CPUs this machine can compile for, and the environment that asks for each."
-    yield "this CPU", {}
-    yield "generic", {"NUMBA_CPU_NAME": "generic"}
-    features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-    if platform.machine() in ("x86_64", "AMD64") and {"+avx2", "+fma"} <= set(features):
-        yield "AVX2", {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+ssse3,+sse4.1,+sse4.2,+bmi,+bmi2,+popcnt"}
-
-
-THREADS = ("1", "2")
-
-
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory):
-    "What RUN prints for every (CPU, threads), each in a process of its own; a CPU's second run takes its kernels from the cache."
-    cache = str(tmp_path_factory.mktemp("numba"))
-
-    def runs(extra):
-        for threads in THREADS:
-            env = {**os.environ, "NUMBA_CACHE_DIR": cache, "PYTHONPATH": str(ROOT), "NUMBA_NUM_THREADS": threads, **extra}
-            yield subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, env=env)
-
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda target: list(runs(target[1])), targets()))
-    return {(cpu, t): run for (cpu, _), both in zip(targets(), found) for t, run in zip(THREADS, both)}
-
-
-@pytest.mark.parametrize("threads", THREADS)
-@pytest.mark.parametrize("cpu", [name for name, _ in targets()])
-def test_same_bytes(printed, cpu, threads):
-    run = printed[cpu, threads]
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == WRITTEN_DOWN.strip()
-
-
 def test_what_was_written_down_is_the_contract():
     "The twin gives the digest; eight lanes, or a product rounded before it is added, as other CPUs and compilers would, do not."
     packed, scale, x = case(67, 5, 7)
-    digest = lambda **other: hashlib.sha256(np.stack([twin(packed, scale, row, **other) for row in x]).tobytes()).hexdigest()[:16]
-    written = dict(line.rsplit(" ", 1) for line in WRITTEN_DOWN.strip().splitlines())["67 5 7"]
-    assert digest() == written
-    assert digest(lanes=8) != written
-    assert digest(fma=lambda a, b, c: a * b + c) != written
+    of_twin = lambda **other: digest(np.stack([twin(packed, scale, row, **other) for row in x]))[:16]
+    written = WRITTEN_DOWN["67 5 7"]
+    assert of_twin() == written
+    assert of_twin(lanes=8) != written
+    assert of_twin(fma=lambda a, b, c: a * b + c) != written
 
 
 def test_packed_weights_are_bytes():

@@ -1,12 +1,7 @@
 "k3lib.residual: the mix by hand, by fixture and by what it must not depend on; the walk of blocks against float64 and another engine."
-import hashlib
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from common import FIXTURES, TOLERANCE, close, digest, distance, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
@@ -15,34 +10,9 @@ from k3lib.checkpoint import Checkpoint
 from k3lib.matmul import NotFinite
 from k3lib.residual import depth_weights, mix
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
-TOLERANCE = 1e-5  # of the largest magnitude: sixty times what float32 differs from float64 here (fixtures/ops/README.md)
 F = load_file(FIXTURES / "ops/attn_res.safetensors")
 SOURCES, NORM, PROJ, HOT = F["sources"], F["norm_weight"], F["proj"], F["proj_hot"]
 EPS = 1e-5
-
-
-def distance(found, expected):
-    far = np.abs(found - np.asarray(expected, np.float64)).max() / np.abs(expected).max()
-    return far if np.isfinite(far) else np.inf
-
-
-def close(name, found, expected, tolerance=TOLERANCE):
-    expected = np.asarray(expected, np.float64)
-    assert found.shape == expected.shape, f"{name}: shape {found.shape}, expected {expected.shape}"
-    assert np.isfinite(found).all(), f"{name}: not finite first at {np.argwhere(~np.isfinite(found))[0]}"
-    difference = np.abs(found - expected)
-    allowed = tolerance * np.abs(expected).max()
-    assert difference.max() <= allowed, (
-        f"{name}: largest difference {difference.max():.3g} at {np.unravel_index(difference.argmax(), difference.shape)}, allowed {allowed:.3g}")
-
-
-def same(name, found, expected):
-    "Equal bytes."
-    different = np.argwhere(found.view(np.uint32) != expected.view(np.uint32))
-    if len(different):
-        at = tuple(different[0])
-        pytest.fail(f"{name}: {len(different)} of {found.size} elements differ, the first at {different[0]}: {found[at]!r} and {expected[at]!r}")
 
 
 def mixed(sources, n, norm=NORM, proj=PROJ, eps=EPS):
@@ -182,17 +152,10 @@ def test_any_cut_of_any_width(width, size):
     same(f"chunks of {size}", np.concatenate(parts), mixed(sources, 5, norm, proj))
 
 
-def digest():
+def contract():
+    "Digests that are the same on every CPU (test_contract.py): a mix of seven sources."
     sources, norm, proj = (np.random.default_rng(3).normal(size=shape).astype(np.float32) for shape in ((7, 3, 100), 100, 100))
-    return hashlib.sha256(mixed(sources, 7, norm, proj).tobytes()).hexdigest()
-
-
-def test_a_baseline_cpu():
-    "Without AVX or FMA: the same bytes. numba fixes the CPU when it starts, so it is a process of its own."
-    code = "import sys; sys.path.insert(0, 'tests'); from test_residual import digest; print(digest())"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=FIXTURES.parent, env={**os.environ, "NUMBA_CPU_NAME": "generic"})
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == digest()
+    return {"mix, 7 sources": digest(mixed(sources, 7, norm, proj))}
 
 
 @settings(max_examples=50, deadline=None)

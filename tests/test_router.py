@@ -1,8 +1,7 @@
 "k3lib.router: the choice, the weights, ties, independence of the cut, what is refused, and which wrong routers the fixture rejects."
-from pathlib import Path
-
 import numpy as np
 import pytest
+from common import FIXTURES, TOLERANCE, close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
@@ -10,16 +9,8 @@ from safetensors.numpy import load_file
 from k3lib.functions import sigmoid
 from k3lib.router import route
 
-FIXTURE = load_file(Path(__file__).parents[1] / "fixtures" / "ops" / "router.safetensors")
+FIXTURE = load_file(FIXTURES / "ops" / "router.safetensors")
 LOGITS, BIAS, IDS = FIXTURE["logits"], FIXTURE["bias"], FIXTURE["ids"]
-TOLERANCE = 1e-5  # of the largest weight: fifty times what float32 differs from float64 here (fixtures/ops/README.md)
-
-
-def close(name, found, expected, tolerance=TOLERANCE):
-    difference = np.abs(found - expected.astype(np.float64))
-    assert difference.max() <= tolerance * np.abs(expected).max(), (
-        f"{name}: largest difference {difference.max():.3g} at {np.unravel_index(difference.argmax(), difference.shape)}, "
-        f"allowed {tolerance * np.abs(expected).max():.3g}")
 
 
 def by_id(ids, weights):

@@ -1,6 +1,7 @@
 "Synthetic checkpoints: the released layout to the byte, bytes that only seed and name decide, and nothing half-written."
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -12,16 +13,29 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from common import FIXTURES
 
 import k3lib
-from k3lib import config, header, synth
+from k3lib import synth as module
 from k3lib.checkpoint import Checkpoint
-from k3lib.header import header_bytes
-from k3lib.config import read_config
+from k3lib.config import global_tensors, read_config
+from k3lib.header import ITEMSIZE, header_bytes
 from k3lib.mxfp4 import decode
-from k3lib.synth import SynthError, draw, file_order, files, head_rows, live_experts, live_heads, plan_shard, runs, stream, synth, to_bf16
+from k3lib.synth import (
+    SynthError,
+    draw,
+    file_order,
+    files,
+    head_rows,
+    live_experts,
+    live_heads,
+    plan_shard,
+    runs,
+    stream,
+    synth,
+    to_bf16,
+)
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 # full width in little: every kind of tensor, large enough to have holes
 THIN = dict(layers=4, experts=32, vocab=300, hidden_size=1024, intermediate_size=2048, moe_intermediate_size=256,
             routed_expert_hidden_size=512, attn_res_block_size=2)
@@ -35,13 +49,13 @@ ODD = dict(layers=6, experts=7, vocab=101, hidden_size=50, attn_res_block_size=4
 @pytest.fixture(scope="module")
 def released(tmp_path_factory):
     "The Recipe of the full preset, seed 0."
-    return synth.write_config(tmp_path_factory.mktemp("full"), "full", 0)
+    return module.write_config(tmp_path_factory.mktemp("full"), "full", 0)
 
 
 @pytest.fixture(scope="module")
 def thin(tmp_path_factory):
     folder = tmp_path_factory.mktemp("thin") / "model"
-    return synth(folder, "full", **THIN), synth.Recipe(read_config(folder), True, 0)
+    return synth(folder, "full", **THIN), module.Recipe(read_config(folder), True, 0)
 
 
 def contents(folder):
@@ -63,7 +77,7 @@ def test_all_released_names_and_the_published_sizes(released):
     names = [name for tensors in lists for name, _, _ in tensors]
     assert len(names) == len(set(names)) == 497_220
     sizes = {}
-    payload = sum(sizes.setdefault((dtype, shape), module.prod(shape) * header.ITEMSIZE[dtype]) for tensors in lists for _, dtype, shape in tensors)
+    payload = sum(sizes.setdefault((dtype, shape), math.prod(shape) * ITEMSIZE[dtype]) for tensors in lists for _, dtype, shape in tensors)
     assert payload == 1_560_860_324_864
     for i in (0, 1, 3, 10, 11, 92, 93, 94, 95):
         shard = plan_shard(released, "", lists[i])
@@ -128,9 +142,9 @@ def test_a_file_alone_and_chunks_of_any_order(tmp_path):
     "A shard does not depend on the others having been written."
     synth(tmp_path / "whole", "oracle")
     (tmp_path / "alone").mkdir()
-    recipe = synth.write_config(tmp_path / "alone", "oracle", 0)
-    shard = synth.plan(recipe)[9]
-    synth.write_shard(tmp_path / "alone", shard, 0, SimpleNamespace(is_set=lambda: False))
+    recipe = module.write_config(tmp_path / "alone", "oracle", 0)
+    shard = module.plan(recipe)[9]
+    module.write_shard(tmp_path / "alone", shard, 0, SimpleNamespace(is_set=lambda: False))
     assert (tmp_path / "alone" / shard.file).read_bytes() == (tmp_path / "whole" / shard.file).read_bytes()
 
 
@@ -172,7 +186,7 @@ def test_it_says_that_it_is_synthetic(tmp_path):
 
 
 def test_control_tokens_have_the_released_ids():
-    table = synth.tokenizer_tree(163_840)["added_tokens_decoder"]
+    table = module.tokenizer_tree(163_840)["added_tokens_decoder"]
     known = {163584: "[BOS]", 163585: "[EOS]", 163586: "<|end_of_msg|>", 163587: "<|open|>", 163588: "<|close|>", 163589: "<|sep|>",
              163590: "[start_header_id]", 163591: "[end_header_id]", 163593: "[EOT]", 163602: "<|media_begin|>",
              163603: "<|media_content|>", 163604: "<|media_end|>", 163605: "<|media_pad|>", 163649: "<osagent_mode>",
@@ -198,25 +212,25 @@ def test_a_sparse_layer_has_values_where_they_meet(thin):
         for L, one in (0, "q_proj k_proj v_proj g_proj f_b_proj"), (3, "q_b_proj kv_b_proj g_proj"):
             for short in one.split():
                 w = ckpt.raw(f"language_model.model.layers.{L}.self_attn.{short}.weight")
-                if w.nbytes > synth.WHOLE:
+                if w.nbytes > module.WHOLE:
                     rows = np.flatnonzero(w.any(axis=1))
                     heads = np.unique(rows // head_rows(r.config, L, short))
                     assert tuple(heads) == live_heads(r, L), f"layer {L} {short}: heads {heads}, expected {live_heads(r, L)}"
         p = "language_model.model.layers.1.block_sparse_moe.experts."
         alive = live_experts(r, 1)
-        assert len(alive) == synth.EXPERTS
+        assert len(alive) == module.EXPERTS
         for expert in range(32):
             w1, w3 = (decode(ckpt.raw(f"{p}{expert}.{w}.weight_packed"), ckpt.raw(f"{p}{expert}.{w}.weight_scale")) for w in ("w1", "w3"))
             live = w1.any(axis=1)
             assert (live == w3.any(axis=1)).all(), f"expert {expert}: w1 and w3 live in different rows"
-            assert live.sum() == (synth.EXPERT_ROWS if expert in alive else 0)
+            assert live.sum() == (module.EXPERT_ROWS if expert in alive else 0)
         bias = ckpt.tensor("language_model.model.layers.1.block_sparse_moe.gate.e_score_correction_bias")
         assert (np.flatnonzero(bias > 0.2) == alive).all()
 
 
 def test_holes_take_no_disk_and_read_as_zeros(thin):
     done, r = thin
-    for shard in synth.plan(r)[:4]:
+    for shard in module.plan(r)[:4]:
         path = done.folder / shard.file
         assert path.stat().st_size == shard.size
         took, planned = path.stat().st_blocks * 512, shard.pages(os.statvfs(path).f_frsize)
@@ -239,7 +253,7 @@ def test_every_byte_of_a_slice_is_planned(tmp_path):
 
 
 def test_live_ids_of_both_tables_are_the_same_and_reach_far(released):
-    tables = {t[0]: runs(released, *t) for t in config.global_tensors(released.config)}
+    tables = {t[0]: runs(released, *t) for t in global_tensors(released.config)}
     embed, head = ({i for run in tables[f"language_model.{name}.weight"] for i in range(run.first, run.first + run.rows)}
                    for name in ("model.embed_tokens", "lm_head"))
     assert embed == head and {5, 9, 17, 3, 11, 163_584} <= embed and len(embed) > 6000
@@ -294,13 +308,13 @@ def test_an_empty_folder_or_a_link_to_one_is_filled(tmp_path):
 
 
 def test_too_little_room_is_known_before_the_first_shard(tmp_path, monkeypatch):
-    monkeypatch.setattr(synth, "write_shards", lambda *_: pytest.fail("began to write"))
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000_000))
+    monkeypatch.setattr(module, "write_shards", lambda *_: pytest.fail("began to write"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000_000))
     with pytest.raises(SynthError, match=r"1.00 MB free, expected at least 7\.\d+ MB$"):
         synth(tmp_path / "m", "oracle")
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000_000_000))
-    assert synth.keeps_holes(tmp_path)
-    monkeypatch.setattr(synth, "keeps_holes", lambda folder: False)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000_000_000))
+    assert module.keeps_holes(tmp_path)
+    monkeypatch.setattr(module, "keeps_holes", lambda folder: False)
     with pytest.raises(SynthError, match=r"expected at least 31\.\d+ GB, since this file system keeps no holes"):
         synth(tmp_path / "m", "full", layers=8, experts=128)
     assert list(tmp_path.iterdir()) == []
@@ -316,7 +330,7 @@ def test_a_failure_half_way_leaves_nothing(tmp_path, monkeypatch, error):
             raise error
         return draw(*args)
 
-    monkeypatch.setattr(synth, "draw", failing)
+    monkeypatch.setattr(module, "draw", failing)
     (tmp_path / "m").mkdir()
     with pytest.raises(type(error)):
         synth(tmp_path / "m", "oracle")

@@ -4,18 +4,33 @@ from collections import OrderedDict
 
 import numpy as np
 import pytest
+from common import MODEL, PROMPT, k3, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cli import MODEL, PROMPT, k3, refused
 from test_experts import Store, consume
 
 import k3lib
-from k3lib.cli import main
-from k3lib.cache_policy import AgingCache, CAPACITIES, HISTORY_BITS, LayerCaches, ScoredCache, decayed_uses, hit_rates, last_use, next_use, policies, replay, replay_text, reuse, uses_in, working_set
+from k3lib.cache_policy import (
+    CAPACITIES,
+    HISTORY_BITS,
+    AgingCache,
+    LayerCaches,
+    ScoredCache,
+    decayed_uses,
+    hit_rates,
+    last_use,
+    next_use,
+    policies,
+    replay,
+    replay_text,
+    reuse,
+    uses_in,
+    working_set,
+)
+from k3lib.disk import Files
 from k3lib.experts import Experts
 from k3lib.layout import expert_slot_bytes
 from k3lib.trace import TraceError, packed_trace, read_trace, steps_of
-from k3lib.disk import Files
 
 LAYERS, EXPERTS = (2, 3, 7), 6
 requests = st.sets(st.integers(0, EXPERTS - 1), min_size=1).map(sorted)
@@ -227,15 +242,12 @@ GOOD = [(1, 7), (1, 3), (2, 0), (5, 1), (1, 4), (2, 5), (5, 1)]
     (packed_trace(GOOD[:3] + [(5, 65536)] + GOOD[4:]), ["request 3, at byte 24", "expert 65536"]),
     (packed_trace([(4, 1), (4, 2)]), ["every request is for layer 4"]),
 ], ids=["empty", "half a request", "a layer short", "a wrong layer", "one layer more", "no such expert", "one layer"])
-def test_a_damaged_trace_is_refused_with_its_place(tmp_path, capsys, data, words):
+def test_a_damaged_trace_is_refused_with_its_place(tmp_path, data, words):
     path = tmp_path / "bad.trace"
     path.write_bytes(data)
     with pytest.raises(TraceError) as error:
         read_trace(path)
-    for word in [str(path), *words]:
-        assert word in str(error.value), f"{word!r} is not in {error.value}"
-    assert main(["trace", "--replay", str(path)]) == 2
-    assert str(error.value) in capsys.readouterr().err
+    refused(k3("trace", "--replay", path), 2, str(error.value), path, *words)
 
 
 # The command
@@ -268,8 +280,9 @@ def test_a_run_is_recorded_and_replayed(tmp_path):
     (["", "--ids", "1", "--out", "t"], ["MODEL", "empty"]),
     ([MODEL, "--ids", "1,x", "--out", "t"], ["'x'"]),
 ])
-def test_bad_arguments(args, words, tmp_path):
-    refused(k3("trace", *args, cwd=tmp_path), 2, *words)
+def test_bad_arguments(args, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused(k3("trace", *args), 2, *words)
     assert not list(tmp_path.iterdir())
 
 

@@ -12,15 +12,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from common import FIXTURES
+from common import MODEL as ORACLE
 
-from k3lib.fileio import CheckpointError
-from k3lib.header import header_bytes
 from k3lib.cli import main
 from k3lib.config import read_config
-from k3lib.verify import GIT, HASH_READ_BYTES, SHA256, hashes, is_released, manifest_path, published_sizes, read_manifest, verify
+from k3lib.fileio import CheckpointError
+from k3lib.header import header_bytes
+from k3lib.verify import (
+    GIT,
+    HASH_READ_BYTES,
+    SHA256,
+    hashes,
+    is_released,
+    manifest_path,
+    published_sizes,
+    read_manifest,
+    verify,
+)
 
-ROOT = Path(__file__).parents[1]
-ORACLE = ROOT / "fixtures" / "oracle13" / "model"
 LISTED = read_manifest(ORACLE.parent / "model.sha256")
 SHARD = "model-00005-of-000016.safetensors"
 
@@ -347,9 +357,9 @@ def test_memory_is_a_piece_a_thread(tmp_path):
 
 
 def test_published_sizes_are_checked_where_the_shape_is_the_released_one(tmp_path):
-    lines = (ROOT / "fixtures" / "k3" / "shard_sizes.tsv").read_text().splitlines()
+    lines = (FIXTURES / "k3" / "shard_sizes.tsv").read_text().splitlines()
     assert published_sizes() == {name: int(size) for name, size in map(str.split, lines)}
-    config = read_config(ROOT / "fixtures" / "k3")
+    config = read_config(FIXTURES / "k3")
     assert is_released(config) and not is_released(read_config(ORACLE))
     for name, size in published_sizes().items():  # one tensor in each, as long as the file
         with open(tmp_path / name, "wb") as file:

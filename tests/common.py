@@ -1,0 +1,119 @@
+"What tests share: the embedded model, comparisons that name the place, the smallest budget, the command, samples of large grids."
+import contextlib
+import hashlib
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import k3lib
+
+ROOT = Path(__file__).resolve().parents[1]
+FIXTURES = ROOT / "fixtures"
+ORACLE = FIXTURES / "oracle13"
+MODEL = ORACLE / "model"
+EXPECTED = json.loads((ORACLE / "expected.json").read_text())
+PROMPT = ",".join(map(str, EXPECTED["prompt_ids"]))
+
+TOLERANCE = 1e-5  # of the largest magnitude: at least ten times what float32 differs from float64 (fixtures/ops/README.md)
+
+
+# Comparisons
+
+def distance(found, expected):
+    "The largest difference, relative to the largest magnitude expected; infinity if it is not finite."
+    expected = np.asarray(expected, np.float64)
+    far = np.abs(found - expected).max() / np.abs(expected).max()
+    return far if np.isfinite(far) else np.inf
+
+
+def within(name, found, expected, allowed):
+    "Every element of `found` is finite and differs from `expected` by `allowed` at most."
+    expected = np.asarray(expected, np.float64)
+    assert found.shape == expected.shape, f"{name}: shape {found.shape}, expected {expected.shape}"
+    assert np.isfinite(found).all(), f"{name}: not finite first at {np.argwhere(~np.isfinite(found))[0]}"
+    difference = np.abs(found - expected)
+    assert difference.max() <= allowed, (
+        f"{name}: largest difference {difference.max():.3g} at {np.unravel_index(difference.argmax(), difference.shape)}, "
+        f"allowed {allowed:.3g}")
+
+
+def close(name, found, expected, tolerance=TOLERANCE):
+    "Every element of `found` is finite and differs from `expected` by at most `tolerance` of the largest magnitude expected."
+    within(name, found, expected, tolerance * np.abs(expected).max())
+
+
+def same(name, found, expected):
+    "Both arrays have one dtype, one shape and the same bytes."
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape), (
+        f"{name}: {found.dtype} {found.shape}, expected {expected.dtype} {expected.shape}")
+    bits = np.dtype(f"u{found.itemsize}")
+    different = np.argwhere(found.view(bits) != expected.view(bits))
+    if len(different):
+        at = tuple(map(int, different[0]))
+        pytest.fail(f"{name}: {len(different)} of {found.size} elements differ, the first at {at}: {found[at]!r} and {expected[at]!r}")
+
+
+def bf16(array):
+    "float32 numbers cut to bfloat16: the upper halves of their bits, uint16."
+    return (array.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def digest(*arrays):
+    "sha256 of the arrays' bytes, one after another."
+    return hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)).hexdigest()
+
+
+# Budgets
+
+def least(folder=MODEL, context=32):
+    "The smallest budget in bytes for the model in `folder`, in this process, now."
+    from k3lib.plan import PlanError
+    with pytest.raises(PlanError) as refused:
+        k3lib.load(folder, 1, context=context)
+    return refused.value.least
+
+
+# The command
+
+def k3(*args):
+    "Run `k3` with these arguments in this process; a CompletedProcess with returncode, stdout and stderr."
+    from k3lib.cli import main
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main([str(arg) for arg in args])
+        except SystemExit as stop:  # argparse
+            code = stop.code
+    return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
+
+
+def k3_process(*args, **options):
+    "Run `k3` with these arguments in a process of its own: where the process is what is tested."
+    return subprocess.run([sys.executable, "-m", "k3lib", *map(str, args)], capture_output=True, text=True, **options)
+
+
+def refused(run, code, *words):
+    "The run ended with `code` and one line on stderr that holds every word; no traceback, nothing decoded."
+    assert run.returncode == code, run.stderr or run.stdout
+    lines = run.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("k3 "), run.stderr
+    assert "Traceback" not in run.stderr + run.stdout
+    for word in words:
+        assert str(word) in lines[0], f"{word!r} is not in {lines[0]!r}"
+    assert "generated ids" not in run.stdout
+
+
+# Large grids
+
+def grid(cases, sampled):
+    """The cases for pytest.mark.parametrize; those for which `sampled(number, case)` is false run only with `--all`.
+
+    A sample is drawn by rule, never by chance, and the rule names the hard cases.
+    """
+    return [case if sampled(number, case) else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.large)
+            for number, case in enumerate(cases)]
