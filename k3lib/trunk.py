@@ -3,137 +3,138 @@
 Made from book/05_streaming/13_trunk.py: edit that, then run `make export`.
 """
 
+import time
 import numpy as np
 from k3lib.parallel import CORES
 from k3lib.matmul import ResidentMatrix, bf16_to_float32, matmul_rows, padded
-from k3lib.tensors import is_matrix
-from k3lib.disk import MAX_READERS
-from k3lib.layout import router_buffers, row_blocks
-from k3lib.prefetch import Prefetcher
-from k3lib.read_multiply import COMPILED_READS, stream_rows
+from k3lib.disk import MAX_READERS, Files, page_buffer, typed
+from k3lib.layout import RowBlock, TrunkLayout
+from k3lib.prefetch import Prefetcher, items
+from k3lib.read_multiply import Product, read_multiply
 
 
-def max_concurrent_blocks(threads):
+def max_concurrent_blocks(threads: int) -> int:
     "How many readers may read and multiply at a time when the arithmetic has `threads` threads."
     return threads if threads < CORES else max(threads, MAX_READERS)
 
 
+def read_rows(files: Files, block: RowBlock, buffer: np.ndarray) -> np.ndarray:
+    "Read a block into `buffer`: its rows [m, k] in there, uint16 for bf16, else the matrix's own dtype. Raises CheckpointError."
+    start = files.read(buffer, block.extent, block.begin, block.nbytes, block.part)
+    return typed(buffer, start, block.nbytes, block.extent.dtype).reshape(block.rows, -1)
+
+
 class StreamedMatrix:
-    "A matrix that goes by once: its blocks are slots of the ring, the first of them block `number`."
+    """A matrix of the trunk that is read while it is used, `blocks` by the readers of `pool`. It can be used once in a forward pass.
 
-    def __init__(self, ring, extent, reads, number):
-        self.ring, self.reads, self.number, self.shape = ring, reads, number, extent.shape
+    The protocol of all matrices: `shape`, multiply(x, out, threads), map_blocks(work, threads).
+    """
 
-    def blocks(self, multiple=1):
-        """Yields (first row, rows [m, k]) in order. The rows are valid until the next block is asked for.
+    def __init__(self, pool: Prefetcher, files: Files, blocks: list[RowBlock]):
+        self.pool, self.files, self.blocks = pool, files, blocks
+        self.shape: tuple[int, ...] = blocks[0].extent.shape
 
-        Whoever stops half-way keeps the slot until the ring is rewound: giving it back from a generator's end would leave
-        the moment to the garbage collector.
+    def multiply(self, x: np.ndarray, out: np.ndarray, threads: int) -> None:
+        "out float32 [T, n] = x W^T for x float32 [T, k]. Raises CheckpointError."
+        prepared = padded(x)
+
+        def work(block, rows):
+            matmul_rows(rows, prepared, out, block.first)
+
+        def stream(rest, buffer, cursor):
+            return read_multiply(self.files, Product(rest[0].through(rest[-1]), None, prepared, out), buffer, cursor)
+
+        self.pool.map_blocks(self.blocks, work, stream, max_concurrent_blocks(threads))
+
+    def map_blocks(self, work, threads: int) -> None:
+        """Call work(first row, rows [m, k], 1) on blocks that cover the matrix, on readers, in any order, several at a time.
+
+        Returns when all calls have ended. Raises what one of them raised, and CheckpointError.
         """
-        for number, read in enumerate(self.reads, self.number):
-            if read.rows % multiple and read.first + read.rows != self.shape[0]:
-                raise ValueError(f"{multiple} rows must stay together, but a block has {read.rows}")
-            data = self.ring.take(number)
-            yield read.first, data.reshape(read.rows, *self.shape[1:])
-            self.ring.release(number)
+        def call(block, rows):
+            work(block.first, rows, 1)
 
-    def each(self, work, threads, stream=None):
-        """Call work(first row, rows [m, k]) on every block, in any order, at most `threads` at a time, on the thread that
-        has read it: the rows are still in that core's cache. Returns when all calls have. `stream`: as Ring.each takes it."""
-        def call(read, data):
-            work(read.first, data.reshape(read.rows, *self.shape[1:]))
-        self.ring.each(self.number, len(self.reads), call, threads, stream)
+        def stream(rest, buffer, cursor):
+            seconds = 0.0
+            for block in items(rest, cursor):
+                rows, began = read_rows(self.files, block, buffer), time.thread_time()
+                work(block.first, rows, 1)
+                seconds += time.thread_time() - began
+            return seconds
 
-    def map_blocks(self, work, threads):
-        "The same, work(first row, rows, 1), for arithmetic that has `threads` threads: see max_concurrent_blocks()."
-        self.each(lambda first, rows: work(first, rows, 1), max_concurrent_blocks(threads))
-
-    def multiply(self, x, out, threads):
-        "out float32 [T, n] = x W^T for x float32 [T, k]. What has not been read ahead is read and multiplied in pieces."
-        x = padded(x)
-
-        def work(first, rows):
-            matmul_rows(rows, x, out, first)
-
-        def stream(read, slot, drawn):
-            stream_rows(self.ring.files, read, slot, x, out, drawn)
-        self.each(work, max_concurrent_blocks(threads), stream if COMPILED_READS else None)
+        self.pool.map_blocks(self.blocks, call, stream, max_concurrent_blocks(threads))
 
 
-def as_float32(array):
+def as_float32(array: np.ndarray) -> np.ndarray:
     "A resident vector, [1, H] weight (as [H]) or convolution, float32."
     array = bf16_to_float32(array) if array.dtype == np.uint16 else array
     return array.reshape(-1) if array.ndim == 2 else array
 
 
 class Trunk:
-    """Every tensor of the walk but the routed experts, resident or streamed.
+    """Every tensor of a forward pass but the routed experts, resident or streamed, as `layout` says.
 
-    `walk`: tensor names in the order one pass takes them. `pinned`: matrices kept in memory. `multiples`: {name: rows that
-    must stay together}. The other matrices stream through the ring, the same list of reads every pass, at most `ahead` blocks of
-    it waiting; those of `early`, whose rows need not stay together, through a ring of early_room() with one reader.
+    `resident`: {name: ResidentMatrix, or a float32 vector}. `progress`, if given, is shown the bytes of each resident tensor as it is read.
+    Used by one thread. Streamed matrices are asked for in the order of layout.streamed, each once between two calls of begin().
     """
 
-    def __init__(self, checkpoint, walk, pinned, multiples, files, parts, slots, slot_bytes, readers, progress=None, ahead=None, early=frozenset()):
-        self.files, self.parts, self.checkpoint = files, parts, checkpoint
-        self.extents = {name: checkpoint.extent(name) for name in walk}
-        self.resident, self.reads = {}, {}
-        room = router_buffers([self.extents[name] for name in early]) if early else None
-        for name, extent in self.extents.items():
-            if is_matrix(name, extent) and name not in pinned:
-                self.reads[name] = row_blocks(extent, multiples.get(name, 1), room[1] if name in early else slot_bytes, parts(name))
-        for name, extent in self.extents.items():
-            if name not in self.reads:
-                array = files.array(extent, parts(name))
-                self.resident[name] = ResidentMatrix(array) if is_matrix(name, extent) else as_float32(array)
-                if progress is not None:
-                    progress(extent.nbytes)
-        self._order, self._next, self._index, lines = list(self.reads), 0, {}, ([], [])
-        for name in self._order:
-            line = name in early
-            self._index[name] = line, len(lines[line])
-            lines[line].extend(self.reads[name])
-        self.ring = Prefetcher(files, lines[0], slots, slot_bytes, readers, ahead) if lines[0] else None
-        self.early = Prefetcher(files, lines[1], *room, 1, name="early") if lines[1] else None
-        self._starts, self._closed = [0, 0], False
+    def __init__(self, layout: TrunkLayout, files: Files, progress=None):
+        self.files, self.layout, self.resident = files, layout, {}
+        for name, tensor in layout.resident.items():
+            array = files.array(tensor.extent, tensor.part)
+            self.resident[name] = ResidentMatrix(array) if tensor.is_matrix else as_float32(array)
+            if progress is not None:
+                progress(tensor.extent.nbytes)
+        self._names, self._next, self._closed = list(layout.streamed), 0, False
+        rows = [block for name in self._names if name not in layout.routers for block in layout.streamed[name]]
+        routers = [block for name in self._names if name in layout.routers for block in layout.streamed[name]]
+        self._pools: list[tuple[Prefetcher, list[RowBlock]]] = []
+        self._rows = self._pool("trunk", rows, layout.rows, layout.readers, layout.read_ahead)
+        self._routers = self._pool("routers", routers, layout.router_rows, 1, layout.router_rows.count)
 
-    def _rings(self):
-        return [ring for ring in (self.ring, self.early) if ring is not None]
+    def _pool(self, name, blocks, buffers, readers, read_ahead):
+        "A pool that reads `blocks` over and over, or None where there are none."
+        if not blocks:
+            return None
+        memory = [page_buffer(buffers.nbytes) for _ in range(buffers.count)]
+        pool = Prefetcher(lambda block, buffer: read_rows(self.files, block, buffer), memory, readers, read_ahead, name)
+        pool.restart(blocks, cyclic=True)
+        self._pools.append((pool, blocks))
+        return pool
 
-    def begin(self):
-        "Start a pass: a ring whose last one stopped half-way begins anew."
-        self._next, self._starts = 0, [ring and ring.begin() for ring in (self.ring, self.early)]
+    def begin(self) -> None:
+        "Begin a forward pass. If the one before was interrupted, the readers begin anew at its first block."
+        self._next = 0
+        for pool, blocks in self._pools:
+            if not pool.at_start():
+                pool.restart(blocks, cyclic=True)
 
-    def take(self, name):
-        "A matrix with .shape and .blocks(), or a float32 array. A streamed tensor comes when its turn in the walk comes, once a pass."
+    def weight(self, name: str):
+        "The matrix or the float32 vector `name`. RuntimeError if the trunk is closed or another streamed matrix is next."
         resident = self.resident.get(name)
         if resident is not None:
             return resident
         if self._closed:
             raise RuntimeError("the trunk is closed")
-        if self._order[self._next] != name:
-            raise RuntimeError(f"the walk asks for {name}, but {self._order[self._next]} is next")
-        self._next = (self._next + 1) % len(self._order)
-        line, index = self._index[name]
-        return StreamedMatrix((self.ring, self.early)[line], self.extents[name], self.reads[name], self._starts[line] + index)
-
-    def row(self, name, i):
-        "Row `i` of a matrix outside the walk, float32: one read."
-        return bf16_to_float32(self.files.array(self.checkpoint.extent(name), self.parts(name), i, 1)[0])
+        if self._names[self._next] != name:
+            raise RuntimeError(f"the forward pass asks for {name}, but {self._names[self._next]} is next")
+        self._next = (self._next + 1) % len(self._names)
+        pool = self._routers if name in self.layout.routers else self._rows
+        return StreamedMatrix(pool, self.files, self.layout.streamed[name])
 
     @property
-    def wait_seconds(self):
+    def wait_seconds(self) -> float:
         "Seconds the arithmetic stood still for a row block."
-        return sum(ring.wait_seconds for ring in self._rings())
+        return sum(pool.wait_seconds for pool, _ in self._pools)
 
-    def close(self):
+    def close(self) -> None:
         "End the readers and give the memory back; whoever asks for a tensor gets a RuntimeError."
         self._closed = True
-        for ring in self._rings():
-            ring.close()
+        for pool, _ in self._pools:
+            pool.close()
         self.resident.clear()
 
 
 __all__ = [
-    "max_concurrent_blocks", "StreamedMatrix", "as_float32", "Trunk",
+    "max_concurrent_blocks", "read_rows", "StreamedMatrix", "as_float32", "Trunk",
 ]

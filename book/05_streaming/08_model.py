@@ -222,17 +222,33 @@ for wrong in ("boundary does not clear p", "plain residual", "no final mix", "la
 from collections.abc import Callable, Sequence as Ids
 from typing import Protocol
 import numpy as np
-from numba import set_num_threads
 from k3lib.matmul import NotFinite, linear
 from k3lib.functions import rms_norm
-from k3lib.kda import kda_layer, kda_state
-from k3lib.mla import mla_layer
+from k3lib.kda import KDAShape, kda_layer, kda_state
+from k3lib.mla import MLAShape, mla_cache, mla_layer
 from k3lib.residual import mix
-from k3lib.moe import dense_mlp, moe_layer
+from k3lib.moe import MoEShape, Situ, dense_mlp, moe_layer
 from k3lib.config import Config
 from k3lib.tensors import ATTENTION_NORMS, FFN_NORMS, FINAL, HEAD, layer_parts, tensor_name
 
-LATENT_EPS = 1e-6  # of the two MLA latent norms: the reference class's default, not rms_norm_eps
+
+def kda_shape(config: Config) -> KDAShape:
+    "The numbers of the KDA layers of a model."
+    c = config
+    return KDAShape(c.kda_num_heads, c.kda_head_dim, c.kda_conv_kernel, c.kda_gate_lower_bound, c.rms_norm_eps)
+
+
+def mla_shape(config: Config) -> MLAShape:
+    "The numbers of the MLA layers of a model."
+    c = config
+    return MLAShape(c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim, c.kv_lora_rank)
+
+
+def moe_shape(config: Config) -> MoEShape:
+    "The numbers of the feed-forward halves of a model."
+    c = config
+    situ = Situ(c.activation_situ_beta, c.activation_situ_linear_beta)
+    return MoEShape(c.num_experts_per_token, c.routed_scaling_factor, situ, c.rms_norm_eps)
 
 
 # %% tags=["export"]
@@ -256,10 +272,9 @@ class Sequence:
         self.complete = True
 
     def _empty_state(self, L):
-        c = self.config
-        if c.layer_kind(L) == "kda":
-            return kda_state(c.kda_num_heads, c.kda_head_dim, c.kda_conv_kernel)
-        return np.zeros((self.context, c.kv_lora_rank + c.qk_rope_head_dim), np.float32)
+        if self.config.layer_kind(L) == "kda":
+            return kda_state(kda_shape(self.config))
+        return mla_cache(mla_shape(self.config), self.context)
 
 
 # %% [markdown]
@@ -353,6 +368,7 @@ class Model:
     def __init__(self, config: Config, embedding: Callable, weight: Callable, experts: RoutedExperts, threads: int):
         self.config, self.threads = config, threads
         self._embedding, self._weight, self._experts = embedding, weight, experts
+        self._kda, self._mla, self._moe = kda_shape(config), mla_shape(config), moe_shape(config)
 
     def forward(self, ids: Ids[int], sequence: Sequence, wanted: int, watch: Callable | None = None) -> np.ndarray:
         """Read the chunk `ids` (T >= 1 of them); logits float32 [wanted, vocab] of its last `wanted` tokens.
@@ -361,7 +377,6 @@ class Model:
         "hidden" (the running sum, [T, H]) of every layer, then "blocks", "mix" and "norm". Raises NotFinite for a
         product that is infinite or NaN, its `tensor` the name of the weight that was taken last.
         """
-        set_num_threads(self.threads)
         weights, watch = PassWeights(self._weight), watch or (lambda *_: None)
         sequence.complete = False
         try:
@@ -418,26 +433,24 @@ class Model(Model):
 class Model(Model):
     def _attention(self, L, kind, weights, x, sequence):
         "KDA or MLA of layer L for normed input `x`; moves the layer's state on. float32 [T, H]."
-        c, W = self.config, weights.part(L, kind)
+        W, state = weights.part(L, kind), sequence.layers[L]
         if kind == "kda":
-            return kda_layer(W, x, sequence.layers[L], c.rms_norm_eps, c.kda_gate_lower_bound)
-        return mla_layer(W, x, sequence.layers[L], sequence.position, c.num_attention_heads, c.qk_nope_head_dim,
-                         c.qk_rope_head_dim, c.v_head_dim, LATENT_EPS)
+            return kda_layer(W, x, state, self._kda, self.threads)
+        return mla_layer(W, x, state, sequence.position, self._mla, self.threads)
 
     def _feed_forward(self, L, kind, weights, x, watch):
         "The dense MLP or the experts of layer L for normed input `x`. float32 [T, H]."
-        c, W = self.config, weights.part(L, kind)
-        beta, linear_beta = c.activation_situ_beta, c.activation_situ_linear_beta
+        W = weights.part(L, kind)
         if kind == "dense":
-            return dense_mlp(W, x, beta, linear_beta)
-        return moe_layer(W, self._experts.layer(L), x, c.num_experts_per_token, c.routed_scaling_factor, beta,
-                         linear_beta, c.rms_norm_eps, on_route=lambda ids, weights: watch("router", L, (ids, weights)))
+            return dense_mlp(W, x, self._moe.situ, self.threads)
+        return moe_layer(W, self._experts.layer(L), x, self._moe, self.threads,
+                         on_route=lambda ids, weights: watch("router", L, (ids, weights)))
 
     def _logits(self, x, weights):
         "float32 [len(x), vocab]. A pass whose logits nobody wants ends before the head: 2.3 GB that need not be read."
         if len(x) == 0:
             return np.empty((0, self.config.vocab_size), np.float32)
-        return linear(weights.take(HEAD), x)
+        return linear(weights.take(HEAD), x, self.threads)
 
 
 # %% [markdown]

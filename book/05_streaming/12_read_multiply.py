@@ -1,63 +1,84 @@
 # %% [markdown]
 # # 5.12 Read, multiply, read, multiply
 #
+# A reader that streams takes a unit of rows, reads it, multiplies it, and reads the next one into the same memory. This is the one place where reading and
+# multiplying meet in compiled code. At the end you can say what that is worth, on which machines, and what happens when a read goes wrong.
+#
 # [5.11 One reader pool](11_prefetch.ipynb) · [contents](../README.md) · [5.13 The trunk: rows that arrive](13_trunk.ipynb)
 
-# %% [markdown]
-# ## 5.12.1 Read, multiply, read, multiply
-#
-# A reader that fills a slot and then calls a kernel from Python does each of these steps under the interpreter's lock, for every megabyte. Larger
-# slots would make the calls rarer, but a slot that does not fit the core's own cache is written out to memory and fetched back. So the
-# loop over pieces is compiled: read a megabyte, multiply its rows, read the next into the same place. `pread` and the clock are two
-# functions of the C library, and an intrinsic is all it takes to call them; what the loop has done it leaves in a journal.
-#
-# Which piece does a draw stand for? Pieces are not equally fast: some lie in a hole of the file or in the device's own cache, some do not, and
-# what is slow comes in runs. Readers that went in file order would all meet a run at once and wait for the device with nothing left to multiply.
-# So draw $p$ of $n$ stands for piece $p s \bmod n$, with $s$ near $0.38\,n$ and no common factor with $n$: what is drawn next lies far
-# away, and a slow run is met by one reader at a time.
-#
-# Nothing unusual is handled here. A read that fails, comes short or begins at an odd address ends the loop, and the rest of the block takes
-# the way through `File.read`, which knows what to do or what to say. Systems other than Linux always take that way.
-
 # %% tags=["export"]
+import functools
 import math
 import sys
+import time
 from itertools import count
+from typing import NamedTuple
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
-from k3lib.kernel_cache import inner, kernel
+from k3lib.kernel_cache import kernel
 from k3lib.parallel import next_item
 from k3lib.matmul import TILE, matmul_rows
-from k3lib.disk import ARRAY_DTYPE, PAGE, READ_UNIT, typed
+from k3lib.disk import ARRAY_DTYPE, PAGE, READ_UNIT, Files, typed
+from k3lib.layout import RowBlock
+
+# %% [markdown]
+# ## 5.12.1 Units
+#
+# A unit is small enough that two of them and a vector stay in a core's own cache. The product finds its rows there, and they are never written out to memory:
+# the next unit overwrites them. A larger unit would make calls rarer, and each byte dearer.
+#
+# Which unit does the next number of the cursor stand for? Units are not equally fast: some lie in a hole of the file or in the device's own cache,
+# some do not, and slow ones come in runs. Readers that went in file order would all meet a run at once and wait for the device with nothing left to multiply.
+# So number $p$ of $n$ stands for unit $p s \bmod n$, with $s$ near $0.38\,n$ and no common factor with $n$: the unit taken next lies far away, and a slow
+# run is met by one reader at a time.
 
 # %% tags=["export"]
-COMPILED_READS = sys.platform == "linux" and sys.maxsize > 2**32  # elsewhere the same reads are made from Python, a slot at a time
+GOLDEN = (3 - math.sqrt(5)) / 2  # of the units lie between two that are taken in a row: no other step keeps so many in a row apart
 
 
-GOLDEN = (3 - math.sqrt(5)) / 2  # of the pieces lie between two draws: no other step keeps so many draws in a row apart
+def unit_rows(row_bytes: int, room: int = READ_UNIT) -> int:
+    "How many rows of `row_bytes` make a unit in a buffer with `room` for at least one: as many as a kernel takes at a time, where there is room."
+    fit = min(READ_UNIT, room) // row_bytes
+    return fit // TILE * TILE or fit // 4 * 4 or 1
 
 
+@functools.cache
+def unit_stride(units: int) -> int:
+    "How far apart, of `units`, two are that are taken one after the other. Each is taken once, because the two numbers have no common factor."
+    return next(stride for stride in count(max(1, round(units * GOLDEN))) if math.gcd(stride, units) == 1)
+
+
+# %%
+print("eight units are taken in the order", [p * unit_stride(8) % 8 for p in range(8)])
+
+# %% [markdown]
+# ## 5.12.2 Two functions of the C library
+#
+# Compiled code calls `pread` and `clock_gettime` directly, and it takes an intrinsic each to say so. The two clocks are those of `time.perf_counter` and
+# `time.thread_time`.
+
+# %% tags=["export"]
+COMPILED_READS = sys.platform == "linux" and sys.maxsize > 2**32  # elsewhere Python reads the same units
 WALL, BUSY = 1, 3  # Linux's numbers of two clocks: that of time.perf_counter, and the processor time of this thread
 
 
 @intrinsic
-def _pread(typingctx, descriptor, buffer, at, nbytes, offset):
-    "(int64, uint8[:], int64, int64, int64) -> bytes read into buffer[at:], or -1."
-    signature = types.int64(types.int64, types.Array(types.uint8, 1, "C"), types.int64, types.int64, types.int64)
-
+def _pread(typingctx, descriptor, array, nbytes, offset):
+    "(int64, array [n], int64, int64) -> bytes read from `offset` of the file to the front of `array`, or -1."
     def codegen(context, builder, sig, args):
-        descriptor, buffer, at, nbytes, offset = args
-        place = builder.gep(context.make_array(sig.args[1])(context, builder, buffer).data, [at])
-        word, integer = ir.IntType(64), ir.IntType(32)
-        pread = cgutils.get_or_insert_function(builder.module, ir.FunctionType(word, [integer, place.type, word, word]), "pread")
+        descriptor, array, nbytes, offset = args
+        byte, word, integer = ir.IntType(8).as_pointer(), ir.IntType(64), ir.IntType(32)
+        place = builder.bitcast(context.make_array(sig.args[1])(context, builder, array).data, byte)
+        pread = cgutils.get_or_insert_function(builder.module, ir.FunctionType(word, [integer, byte, word, word]), "pread")
         return builder.call(pread, [builder.trunc(descriptor, integer), place, nbytes, offset])
-    return signature, codegen
+    return types.int64(types.int64, array, types.int64, types.int64), codegen
 
 
 @intrinsic
-def clock(typingctx, which):
+def _clock(typingctx, which):
     "(WALL or BUSY) -> its seconds, float64."
     def codegen(context, builder, sig, args):
         word, integer = ir.IntType(64), ir.IntType(32)
@@ -69,106 +90,114 @@ def clock(typingctx, which):
     return types.float64(types.int64), codegen
 
 
-@inner
-def read_unit(descriptor, offset, nbytes, slot, at, journal, p):
-    "Read piece `p`, `nbytes` at `offset`, into slot[at:], `at` a whole page; returns where it begins, -1 if not all of it came."
-    low = offset - offset % PAGE
-    want = (offset + nbytes - low + PAGE - 1) // PAGE * PAGE
-    got = _pread(descriptor, slot, at, want, low)
-    if got < offset + nbytes - low:
-        return -1
-    journal[p + 1, 0], journal[p + 1, 2], journal[p + 1, 3], journal[p + 1, 4] = clock(WALL), got, clock(BUSY), nbytes
-    journal[0, 0] += journal[p + 1, 0] - journal[p, 1]
-    journal[0, 2] += got
-    journal[0, 4] += nbytes
-    return at + offset - low
+# %% [markdown]
+# ## 5.12.3 The loop
+#
+# One loop serves the trunk's rows and the experts' packed matrices: `scale` is None for bf16 and float32. Numba compiles only the branch that
+# a caller needs. The loop ends when the cursor gives no more, or at a unit that is not the plain case.
+#
+# What it counts it adds to five totals. Asking for processor time is a system call and costs about a microsecond, a twentieth of a unit; one unit in eight
+# is asked about and stands for the others.
 
-
-@inner
-def unit_multiplied(journal, p):
-    "Write down that piece `p` has been multiplied."
-    journal[p + 1, 1], journal[p + 1, 3] = clock(WALL), clock(BUSY) - journal[p + 1, 3]
-    journal[0, 3] += journal[p + 1, 3]
+# %% tags=["export"]
+READING, WANTED, TRANSFERRED, WORKING, SAMPLED = range(5)  # seconds in reads; bytes; bytes of whole pages; processor seconds; bytes they were spent on
+SAMPLE = 8
 
 
 @kernel
-def _stream_rows(descriptor, offset, rows, piece, stride, slot, elements, k, x, out, first, drawn, journal):
-    """Rows [rows, k] at `offset`, read `piece` at a time into `slot`, of which `elements` is another view, as long as `drawn` gives
-    pieces. Returns the number that is no piece any more, or that of a piece which did not come as it should."""
-    journal[0, 1] = clock(WALL)
-    row, done, pieces = k * elements.itemsize, 0, -(-rows // piece)
+def _stream(source, elements, scale, x, out, cursor, totals):
+    """Read and multiply units as long as `cursor` gives some: the number that is no unit any more, or that of a unit that did not come as it should.
+
+    `source`: file descriptor, offset of the rows in the file, bytes of a row, number of rows, rows a unit, stride, output of the first row.
+    `elements`: the buffer, as elements of the matrix. `x`, `out`, `scale`: as matmul_rows takes them.
+    """
+    descriptor, offset, row_bytes, rows, unit, stride, first = source
+    units, k, done = -(-rows // unit), row_bytes // elements.itemsize, 0
     while True:
-        p = next_item(drawn)
-        if p >= pieces:
+        p = next_item(cursor)
+        if p >= units:
             return p
-        at = p * stride % pieces * piece
-        n = min(piece, rows - at)
-        begin = read_unit(descriptor, offset + at * row, n * row, slot, 0, journal, done)
-        if begin < 0 or begin % elements.itemsize:
+        at = p * stride % units * unit
+        n = min(unit, rows - at)
+        begin = offset + at * row_bytes
+        skip, nbytes = begin % PAGE, n * row_bytes
+        began = _clock(WALL)
+        got = _pread(descriptor, elements, (skip + nbytes + PAGE - 1) // PAGE * PAGE, begin - skip)
+        totals[READING] += _clock(WALL) - began
+        if got < skip + nbytes or skip % elements.itemsize:
             return p
-        start = begin // elements.itemsize
-        matmul_rows(elements[start:start + n * k].reshape(n, k), x, out, first + at)
-        unit_multiplied(journal, done)
+        totals[WANTED] += nbytes
+        totals[TRANSFERRED] += got
+        start = skip // elements.itemsize
+        w = elements[start:start + n * k].reshape(n, k)
+        sampled = done % SAMPLE == 0
+        began = _clock(BUSY) if sampled else 0.0
+        if scale is None:
+            matmul_rows(w, x, out, first + at)
+        else:
+            matmul_rows((w, scale[at:at + n]), x, out, first + at)
+        if sampled:
+            totals[WORKING] += _clock(BUSY) - began
+            totals[SAMPLED] += nbytes
         done += 1
 
 
-def read_units(rows, row_bytes, room=READ_UNIT):
-    "(rows a piece, number of pieces) for `rows` rows of `row_bytes` that come to a place with `room` for at least one."
-    fit = min(READ_UNIT, room) // row_bytes
-    piece = fit // TILE * TILE or fit // 4 * 4 or 1  # as the kernels take them, where there is room
-    return piece, -(-rows // piece)
-
-
-def unit_stride(pieces):
-    "How far apart, of `pieces` in a row, two are that are drawn one after the other. Each is drawn once, because the two have no common factor."
-    return next(stride for stride in count(max(1, round(pieces * GOLDEN))) if math.gcd(stride, pieces) == 1)
-
-
-def stream_rows(files, read, slot, x, out, drawn):
-    """Read and multiply pieces of a read until `drawn` gives no more; any number of threads may, each with a slot of its own. A piece that
-    compiled code cannot have, of a file read through the page cache, at an odd address, cut short, is File.read's: it says why."""
-    row = read.nbytes // read.rows
-    piece, pieces = read_units(read.rows, row, len(slot) - 2 * PAGE)  # compiled code does not look where a read ends
-    stride = unit_stride(pieces)
-    elements = slot.view(ARRAY_DTYPE[read.extent.dtype])
-    while True:
-        p = files.stream(read.extent, read.begin, read.part, pieces, lambda descriptor, journal: _stream_rows(
-            descriptor, read.extent.offset + read.begin, read.rows, piece, stride, slot, elements, row // elements.itemsize, x, out,
-            read.first, drawn, journal))
-        p = next_item(drawn) if p is None else p
-        if p >= pieces:
-            return
-        at = p * stride % pieces * piece
-        n = min(piece, read.rows - at)
-        start = files.read(slot, read.extent, read.begin + at * row, n * row, read.part)
-        rows = typed(slot, start, n * row, read.extent.dtype).reshape(n, -1)
-        files.multiply(rows.nbytes, matmul_rows, rows, x, out, read.first + at)
-
+# %% [markdown]
+# ## 5.12.4 Whatever is not the plain case
+#
+# A read that fails or comes short, a matrix at an odd address, a file that is read through the page cache, a system other than Linux: the unit is then read
+# by `Files.read`, which repeats, goes on, or says which bytes of which file are missing. After it compiled code takes over again.
+# So the Python half of this function is complete by itself, and the compiled half only ever does what that half would do.
 
 # %% tags=["export"]
-@kernel
-def place_in_slot(at, kept, offset, start):
-    "Where in a slot the page of byte `start` goes: to slot[at:], where that of `offset` is, or as far behind it as in the file if `kept`."
-    return at + (start - start % PAGE) - (offset - offset % PAGE) if kept else at
+class Product(NamedTuple):
+    """out[:, block.first:] = x W^T for the rows W of `block`, read while they are multiplied.
+
+    `x`: float32 [T, k], prepared as matmul_rows takes it. `out`: float32 [T, n]. `scale`: None, or uint8 [rows, k/32] for packed rows.
+    """
+
+    block: RowBlock
+    scale: np.ndarray | None
+    x: np.ndarray
+    out: np.ndarray
 
 
-@kernel
-def stream_packed(descriptor, offset, rows, piece, slot, at, kept, scale_offset, groups, scale_at, halves, out, journal):
-    """The rows of a packed matrix at `offset`, read `piece` at a time into slot[at:], one after the other if `kept`; before them their
-    scales, [rows, groups] at `scale_offset`, into slot[scale_at:]. Returns the pieces of rows done."""
-    journal[0, 1] = clock(WALL)
-    begin, row = read_unit(descriptor, scale_offset, rows * groups, slot, scale_at, journal, 0), 16 * groups
-    if begin < 0:
-        return 0
-    journal[1, 1] = journal[1, 0]  # nothing to multiply yet
-    scale = slot[begin:begin + rows * groups].reshape(rows, groups)
-    pieces = len(journal) - 2
-    for p in range(pieces):
-        first = p * piece
-        n, start = min(piece, rows - first), offset + first * row
-        begin = read_unit(descriptor, start, n * row, slot, place_in_slot(at, kept, offset, start), journal, p + 1)
-        if begin < 0:
-            return p
-        matmul_rows((slot[begin:begin + n * row].reshape(n, row), scale[first:first + n]), halves, out, first)
-        unit_multiplied(journal, p + 1)
-    return pieces
+def read_multiply(files: Files, product: Product, buffer: np.ndarray, cursor: np.ndarray) -> float:
+    """Read and multiply units of `product` until `cursor`, int64 [1], gives no more; the processor seconds of the products.
+
+    Any number of threads may do so at a time with one cursor, each with a page-aligned `buffer` of its own. Raises CheckpointError.
+    """
+    block, scale, x, out = product
+    extent, row = block.extent, block.nbytes // block.rows
+    unit = unit_rows(row, len(buffer) - 2 * PAGE)  # compiled code does not look where the buffer ends
+    units = -(-block.rows // unit)
+    stride, elements, seconds = unit_stride(units), buffer.view(ARRAY_DTYPE[extent.dtype]), 0.0
+
+    def loop(descriptor, journal):
+        source = descriptor, extent.offset + block.begin, row, block.rows, unit, stride, block.first
+        totals = np.zeros(5)
+        nonlocal seconds
+        p = _stream(source, elements, scale, x, out, cursor, totals)
+        if totals[SAMPLED]:
+            seconds += totals[WORKING] * totals[WANTED] / totals[SAMPLED]
+        journal[0, 0], journal[0, 2], journal[0, 4] = totals[READING], totals[TRANSFERRED], totals[WANTED]
+        return p
+
+    while True:
+        p = files.stream(extent, block.begin, block.part, 0, loop) if COMPILED_READS else None
+        p = next_item(cursor) if p is None else p
+        if p >= units:
+            return seconds
+        at = p * stride % units * unit
+        seconds += _read_multiply_rows(files, product, buffer, at, min(unit, block.rows - at))
+
+
+def _read_multiply_rows(files, product, buffer, at, n):
+    "Rows at .. at+n of the product, read by Python; the processor seconds of the product."
+    block, scale, x, out = product
+    row = block.nbytes // block.rows
+    start = files.read(buffer, block.extent, block.begin + at * row, n * row, block.part)
+    w = typed(buffer, start, n * row, block.extent.dtype).reshape(n, -1)
+    began = time.thread_time()
+    matmul_rows(w if scale is None else (w, scale[at:at + n]), x, out, block.first + at)
+    return time.thread_time() - began

@@ -40,22 +40,21 @@ steps = 16  # of the trace that is replayed in 5.15.2
 # files: extents are sorted and grouped into runs of adjacent bytes, one read a run. By hand: the second tensor lies elsewhere.
 
 # %% tags=["export"]
-import threading
-import time
-from collections import deque
 import numpy as np
-from k3lib.parallel import CORES
-from k3lib.matmul import check_packed, matmul_rows
+from k3lib.matmul import check_packed, deinterleaved
 from k3lib.moe import Expert
-from k3lib.disk import PAGE, page_buffer, page_padded
-from k3lib.layout import expert_slot_bytes, scale_bytes, streaming_slot_bytes
-from k3lib.read_multiply import COMPILED_READS, place_in_slot, read_units, stream_packed
+from k3lib.disk import Files, page_buffer, page_padded
+from k3lib.layout import ExpertLayout, RowBlock, expert_slot_bytes, scale_bytes, streaming_slot_bytes
+from k3lib.prefetch import Prefetcher, items
+from k3lib.read_multiply import Product, read_multiply
 from k3lib.trunk import max_concurrent_blocks
-from k3lib.cache_policy import LayerCaches
+from k3lib.cache_policy import AgingCache, LayerCaches
+import time
+from collections.abc import Callable
 
 
 # %% tags=["export"]
-def adjacent_runs(extents):
+def adjacent_runs(extents: list) -> list[list[int]]:
     "Indices of `extents` grouped into runs of adjacent bytes of one file, in file order: [[i, ...], ...]."
     order = sorted(range(len(extents)), key=lambda i: (extents[i].file, extents[i].offset))
     groups = [[order[0]]]
@@ -68,8 +67,11 @@ def adjacent_runs(extents):
     return groups
 
 
-def read_expert(files, extents, buffer):
-    "Read the six tensors of one expert into a page-aligned `buffer`, one read a run. Returns an Expert of views into it."
+def read_expert(files: Files, extents: list, buffer: np.ndarray) -> Expert:
+    """Read the six tensors of one expert into a page-aligned `buffer` of expert_slot_bytes, one read a run of adjacent bytes.
+
+    Returns an Expert of matrices in that buffer. Raises CheckpointError.
+    """
     views, begin = [None] * len(extents), 0
     for group in adjacent_runs(extents):
         first = extents[group[0]]
@@ -79,7 +81,7 @@ def read_expert(files, extents, buffer):
             views[i] = buffer[at:at + extents[i].nbytes].reshape(extents[i].shape)
             at += extents[i].nbytes
         begin += page_padded(nbytes)
-    return Expert(*views)
+    return Expert.packed(views)
 
 
 # %%
@@ -117,62 +119,35 @@ assert adjacent_runs([at(0), at(90), at(10)]) == [[0, 2], [1]]
 # third product is done the slot holds the expert.
 
 # %% tags=["export"]
-class StreamingExpert:
-    """An expert that has yet to be read: its matrices are multiplied while their rows come. Takes the place of an Expert in expert_mlp.
+class StreamingMatrix:
+    """A packed matrix of an expert that is read while it is multiplied, its scales and then its rows, through `buffer`.
 
-    Where the slot has room for all six tensors they stay there, and expert() is the whole afterwards. Raises ValueError for a slot
-    through which the expert cannot even pass: compiled code does not look where a read ends.
+    The protocol of all matrices, for the calling thread: `shape`, multiply(x, out, threads). `seconds`: processor time of its products.
     """
 
-    def __init__(self, files, extents, slot):
-        if len(slot) < min(expert_slot_bytes(extents), streaming_slot_bytes(extents)):
-            raise ValueError(f"an expert passes through a slot of {streaming_slot_bytes(extents)} bytes, this one has {len(slot)}")
-        self.files, self.extents, self.slot = files, Expert(*extents), slot
-        self.kept = len(slot) >= expert_slot_bytes(extents)
-        ends = np.cumsum([page_padded(e.nbytes) for e in extents]).tolist()
-        rows = scale_bytes(self.extents)
-        self._places = Expert(0, *ends[:-1]) if self.kept else Expert(rows, 0, rows, 0, rows, 0)
-        self._missing = {"w1", "w2", "w3"}  # of the slot
+    def __init__(self, files: Files, packed, scale, buffer: np.ndarray, scale_room: int):
+        self.files, self.packed, self.scale, self.seconds = files, packed, scale, 0.0
+        self.scale_buffer, self.row_buffer = buffer[:scale_room], buffer[scale_room:]
+        self.shape = packed.shape[0], 2 * packed.shape[1]
 
-    @property
-    def width(self):
-        "The number of rows of w1, and of w3."
-        return self.extents.w1.shape[0]
+    def multiply(self, x: np.ndarray, out: np.ndarray, threads: int = 1) -> None:
+        "out float32 [T, n] = x W^T for x float32 [T, k]. Raises CheckpointError."
+        check_packed(self.packed, self.scale, x.shape, out.shape)
+        start = self.files.read(self.scale_buffer, self.scale, 0, self.scale.nbytes, "experts")
+        scale = self.scale_buffer[start:start + self.scale.nbytes].reshape(self.scale.shape)
+        rows = RowBlock(self.packed, 0, self.shape[0], 0, self.packed.nbytes, "experts")
+        product = Product(rows, scale, deinterleaved(x), out)
+        self.seconds += read_multiply(self.files, product, self.row_buffer, np.zeros(1, np.int64))
 
-    def multiply(self, name, halves, out):
-        "As Expert's: out float32 [m, n] = x W^T for W one of w1, w2 and w3, on the calling thread, read piece by piece."
-        packed, at = getattr(self.extents, name), getattr(self._places, name)
-        scale, scale_at = getattr(self.extents, name + "_scale"), getattr(self._places, name + "_scale")
-        check_packed(packed, scale, halves.shape, out.shape)
-        n, row = packed.shape
-        piece, pieces = read_units(n, row)
-        done = self.files.stream(packed, 0, "experts", pieces + 1, lambda descriptor, journal: stream_packed(
-            descriptor, packed.offset, n, piece, self.slot, at, self.kept, scale.offset, scale.shape[1], scale_at, halves, out, journal)
-        ) if COMPILED_READS and scale.file == packed.file else None
-        if done != pieces:  # compiled code could not read them all
-            self._multiply_rest(packed, at, (done or 0) * piece, piece, self._read(scale, 0, None, scale_at), halves, out)
-        self._missing.discard(name)
 
-    def _multiply_rest(self, packed, at, first, piece, scale, halves, out):
-        "From row `first` on, with reads that say what is wrong."
-        n, row = packed.shape
-        for first in range(first, n, piece):
-            place = place_in_slot.py_func(at, self.kept, packed.offset, packed.offset + first * row)
-            rows = self._read(packed, first, min(piece, n - first), place)
-            self.files.multiply(rows.nbytes, matmul_rows, (rows, scale[first:first + piece]), halves, out, first)
-
-    def _read(self, extent, first, rows, place):
-        n, row = extent.shape
-        nbytes = (n if rows is None else rows) * row
-        begin = place + self.files.read(self.slot[place:], extent, first * row, nbytes, "experts")
-        return self.slot[begin:begin + nbytes].reshape(-1, row)
-
-    def expert(self):
-        "The Expert that the slot holds when all three matrices have been multiplied; None before that, and if they only passed."
-        def view(extent, place):
-            begin = place + extent.offset % PAGE
-            return self.slot[begin:begin + extent.nbytes].reshape(extent.shape)
-        return Expert(*map(view, self.extents, self._places)) if self.kept and not self._missing else None
+def streaming_expert(files: Files, extents: list, buffer: np.ndarray) -> Expert:
+    "An Expert whose three matrices are read while they are multiplied, one after the other, through a page-aligned `buffer`."
+    need = streaming_slot_bytes(extents)
+    if len(buffer) < min(need, expert_slot_bytes(extents)):
+        raise ValueError(f"an expert streams through a buffer of {need} bytes, this one has {len(buffer)}")
+    room = scale_bytes(extents)
+    return Expert(*(StreamingMatrix(files, packed, scale, buffer[:need], room)
+                    for packed, scale in zip(extents[::2], extents[1::2])))
 
 
 # %%
@@ -296,212 +271,167 @@ plt.show()
 # multiplied in part is not kept.
 
 # %% tags=["export"]
-class Experts:
-    """Routed experts in a fixed number of slots of `nbytes`, filled by readers from the moment they are requested.
+class Wanted:
+    """Expert `e` of a request. `slot`: memory of its own if it is to be cached, else None. `expert`: the Expert in that slot,
+    None until all of it has been read, and again None when a call has failed on it: its bytes may be what was wrong."""
 
-    `extents(layer, e)`: the six extents of an expert in the order of Expert's fields. Slots that have room for it keep the experts
-    that Shares says, of `layers`, in all but a slot a reader; through those, and through smaller ones, an expert passes. All experts
-    have one shape. A request takes the place of the one before, which leaves it nothing if it was interrupted. `trace`: None, or a
-    list that receives (layer, e) of every request.
+    __slots__ = "e", "expert", "layer", "slot"
+
+    def __init__(self, layer: int, e: int, slot: np.ndarray | None):
+        self.layer, self.e, self.slot = layer, e, slot
+        self.expert: Expert | None = None
+
+
+class LayerExperts:
+    """The experts of layer `number`: what is cached of them, and the calls that moe_layer makes.
+
+    `cache` says which experts are to be cached, `slots` is memory for as many, and `cached` {e: Wanted} holds those that have a slot.
     """
 
-    def __init__(self, extents, files, slots, nbytes, readers, layers):
-        if slots and readers < 1:
-            raise ValueError(f"{readers} readers fetch nothing")
-        self.extents, self.files, self.nbytes = extents, files, nbytes
-        self.requests = self.hits = 0
-        self.wait_seconds = 0.0
-        self.trace = None
-        self._memory = [page_buffer(nbytes)[:nbytes] for _ in range(slots)]
-        self._turn = threading.RLock()  # as the ring's
-        self._work, self._news = threading.Condition(self._turn), threading.Condition(self._turn)  # for readers; for the caller
-        self._free = list(range(slots))
-        self._kept = LayerCaches(layers, max(0, slots - readers))
-        self._resident = {}  # (layer, e) -> (slot, Expert): what is kept, and what is requested and not yet used
-        self._asked, self._answered = (), True  # keys of the last request; whether each() has been called for it
-        self._pending, self._ready = deque(), deque()  # keys to fetch; (key, Expert or what was raised)
-        self._due = self._fetching = self._calling = self._most = self._waiting = 0
-        self._call = self._failure = None
-        self._whole = self._stopped = False  # whole: these slots have room for an expert, so what is requested can be fetched before its turn
-        self._threads = [threading.Thread(target=self._serve, name=f"k3-experts-{i}", daemon=True) for i in range(readers)]
-        for thread in self._threads:
-            thread.start()
+    def __init__(self, experts: "Experts", number: int, cache: AgingCache, slots: list[np.ndarray]):
+        self.experts, self.number, self.cache, self.slots = experts, number, cache, slots
+        self.cached: dict[int, Wanted] = {}
 
-    def layer(self, number):
-        "The experts of one layer, as moe_layer takes them: .request(ids), .each(work, threads)."
-        return _Layer(self, number)
+    def request(self, ids: list[int]) -> None:
+        "Announce these experts, each named once. Reading them begins now where slots hold whole experts."
+        self.experts.request(self, [int(e) for e in ids])
 
-    def request(self, layer, ids):
-        "Start fetching these experts of a layer, each named once. Those still resident are counted as hits."
-        keys = [(layer, int(e)) for e in ids]
-        if len(set(keys)) < len(keys) or keys and not self._memory:
-            raise ValueError(f"experts {list(ids)} of layer {layer} are requested into {len(self._memory)} slots: an expert twice, or no slot")
-        extents = self.extents(*keys[0]) if keys else ()
-        with self._turn:
-            self._abandon()
-            self._asked, self._due = keys, len(keys)
-            self._whole, self._passing = bool(keys) and self.nbytes >= expert_slot_bytes(extents), streaming_slot_bytes(extents) if keys else 0
-            hits = self._choose(layer, [e for _, e in keys]) if self._whole else ()
-            for key in keys:
-                if key[1] in hits:
-                    self._ready.append((key, self._resident[key][1]))
-                else:
-                    self._pending.append(key)
-            self.hits += len(hits)
-            self.requests += len(keys)
-            if self.trace is not None:
-                self.trace += keys
-            self._answered = False
-            self._work.notify_all()
+    def map(self, work: Callable, threads: int) -> None:
+        "Call work(expert id, expert) on each requested expert once, on readers, in any order, several at a time."
+        self.experts.map(work, max_concurrent_blocks(threads))
 
-    def _choose(self, layer, ids):
-        "Let the layer's share choose what it keeps. Returns the hits; what goes and is not asked for gives its slot back."
-        share = self._kept[layer]
-        before = share.kept
-        hits = share.request(ids)
-        for e in before - share.kept - hits:
-            self._free.append(self._resident.pop((layer, e))[0])
-        return hits
+    def choose(self, ids: list[int], whole: bool) -> list[Wanted]:
+        """Let the cache choose for a request of `ids`: a Wanted for each, with its expert if that is a hit.
 
-    def each(self, work, threads):
-        """Have the readers call work(expert id, expert) on each requested expert, in any order, at most `threads` at a time.
-
-        The expert is an Expert that is there, or one that is Arriving and is read as it is multiplied. Returns when all calls
-        have ended; raises what one of them, or a read, raised. A request is answered once, well or not: RuntimeError without one.
+        No reader may be at work. What is not wholly there, of a request that failed or was interrupted, is forgotten first.
         """
-        began, busy = time.perf_counter(), self.files.seconds["arithmetic"]
-        with self._turn:
-            if self._answered:
-                raise RuntimeError("no request is open: each() answers a request once")
-            self._answered = True
-            try:
-                self._call, self._most, self._failure = work, threads, None
-                self._work.notify_all()
-                while self._due and self._failure is None and not self._stopped:
-                    self._news.wait()
-            finally:
-                self._call = None
-                while self._calling:
-                    self._news.wait()
-            busy = self.files.seconds["arithmetic"] - busy
-            self.wait_seconds += max(0.0, time.perf_counter() - began - busy / min(threads, CORES))
-            if self._stopped:
-                raise RuntimeError("the experts are closed")
-            if self._failure is not None:
-                raise self._failure
+        for e in self.cache.kept - {e for e, wanted in self.cached.items() if wanted.expert is not None}:
+            self.cache.forget(e)
+        if whole:
+            self.cache.request(ids)
+        stays = self.cache.kept
+        self.cached = {e: wanted for e, wanted in self.cached.items() if e in stays and wanted.expert is not None}
+        used = {id(wanted.slot) for wanted in self.cached.values()}
+        free = [slot for slot in self.slots if id(slot) not in used]
+        new = {e: Wanted(self.number, e, free.pop() if e in stays else None) for e in ids if e not in self.cached}
+        self.cached.update((e, wanted) for e, wanted in new.items() if e in stays)
+        return [self.cached.get(e) or new[e] for e in ids]
 
-    def _abandon(self):
-        "Forget what an interrupted pass has left: its reads end, its results are dropped, nothing is held."
-        self._call, self._due = None, 0
-        self._pending.clear()
-        while self._fetching or self._calling:
-            self._news.wait()
-        self._ready.clear()
-        for key in self._asked:
-            self._leave(key)
-        self._asked = ()
 
-    def _serve(self):
-        "A reader's life: settle the last job and choose the next under the lock, do it outside."
-        job = result = None
-        while True:
-            with self._turn:
-                if job is not None:
-                    self._settle(*job, result)
-                while not self._stopped and (job := self._next()) is None:
-                    self._waiting += 1
-                    self._work.wait()
-                    self._waiting -= 1
-                if self._stopped:
-                    return
-            result = self._do(*job)
+# %% [markdown]
+# `Experts` owns the pool. A request becomes the pool's whole order, and `map` its one batch.
 
-    def _next(self):
-        "The next job: (key, expert or slot, call or None), or None. What is there comes first; whoever may call reads as it multiplies."
-        call = self._call if self._calling < self._most else None
-        if call and self._ready:
-            key, what = self._ready.pop()
-        elif self._pending and (call or self._whole) and (what := self._slot()) is not None:
-            key = self._pending.popleft()
-        else:
-            return None
-        self._calling += call is not None
-        self._fetching += call is None
-        return key, what, call
+# %% tags=["export"]
+class Experts:
+    """Routed experts in the memory that `layout` gives them.
+
+    extents(layer, e): the six extents of an expert, in the order packed, scale, packed, scale, packed, scale of w1, w2, w3. All experts have one
+    shape. Used by one thread, one request at a time; a request takes the place of the one before. `requests`, `hits`: how many
+    experts were requested, and how many of them were cached before their request. `trace`: None, or a list that receives
+    (layer, e) of every request.
+
+    Between calls: `_present` and `_missing` are the last request, what was cached and what must be read, and `_answered` says that map() was
+    called for it. A reader sets the `expert` of a Wanted that it has in hand; this thread looks at it only while the pool has no job.
+    """
+
+    def __init__(self, layout: ExpertLayout, extents: Callable, files: Files):
+        self.layout, self.extents, self.files = layout, extents, files
+        self.requests = self.hits = 0
+        self.trace: list | None = None
+        self._present: list[tuple[Wanted, Expert]] = []
+        self._missing: list[Wanted] = []
+        self._answered = True
+        caches, count = LayerCaches(layout.layers, layout.cached), layout.slots.count - layout.cached
+        self._layers = {number: LayerExperts(self, number, caches[number], [self._slot() for _ in range(caches[number].capacity)])
+                        for number in layout.layers}
+        read_ahead = layout.slots.count if layout.whole else 0
+        self._pool = Prefetcher(self._read, [self._slot() for _ in range(count)], layout.readers, read_ahead, "experts",
+                                memory=lambda wanted: wanted.slot) if count else None
 
     def _slot(self):
-        "A slot to fill, the one given back last, or None: what is kept, and what is requested and not yet used, has its own."
-        return self._free.pop() if self._free else None
+        return page_buffer(self.layout.slots.nbytes)[:self.layout.slots.nbytes]
 
-    def _stays(self, key):
-        return self._whole and key[1] in self._kept[key[0]].kept
+    def layer(self, number: int) -> LayerExperts:
+        "The experts of one layer."
+        return self._layers[number]
 
-    def _do(self, key, what, call):
-        "The Expert that is in the slot now, or None; or what was raised."
-        try:
-            if isinstance(what, BaseException):
-                raise what
-            if isinstance(what, Expert):
-                self.files.multiply(self.nbytes, call, key[1], what)
-                return what
-            if call is None:
-                return read_expert(self.files, self.extents(*key), self._memory[what])
-            slot = self._memory[what]
-            arriving = StreamingExpert(self.files, self.extents(*key), slot if self._stays(key) else slot[:self._passing])
-            call(key[1], arriving)
-            return arriving.expert()
-        except BaseException as error:  # whatever it is, the caller must hear of it
-            return error
+    @property
+    def wait_seconds(self) -> float:
+        "Seconds the arithmetic stood still for an expert."
+        return self._pool.wait_seconds if self._pool else 0.0
 
-    def _settle(self, key, what, call, result):
-        if isinstance(what, int):
-            if isinstance(result, Expert):
-                self._resident[key] = what, result
-            else:
-                self._free.append(what)
-        if call is None:
-            self._fetching -= 1
-            self._ready.append((key, result))
-        else:
-            self._calling -= 1
-            self._due -= 1
-            if isinstance(result, BaseException):
-                self._failure, self._call = result, None
-                if self._stays(key):  # its bytes may be what was wrong: the next request reads them again
-                    self._kept[key[0]].forget(key[1])
-            self._leave(key)
-        if self._due == 0 or self._call is None:
-            self._news.notify()
-        if self._waiting and (self._ready or self._pending):
-            self._work.notify()
-
-    def _leave(self, key):
-        "After its use, or when nobody will use it: an expert that does not stay gives its slot back, one that is not whole is not kept."
-        if key in self._resident and not self._stays(key):
-            self._free.append(self._resident.pop(key)[0])
-        elif key not in self._resident and self._stays(key):
-            self._kept[key[0]].forget(key[1])
-
-    def close(self):
-        "End the readers; whoever waits for an expert gets a RuntimeError."
-        with self._turn:
-            self._stopped = True
-            self._work.notify_all()
-            self._news.notify_all()
-        for thread in self._threads:
-            thread.join()
-        self._memory, self._resident = [], {}
+    def close(self) -> None:
+        "End the readers and give the memory back; whoever waits for an expert gets a RuntimeError."
+        if self._pool:
+            self._pool.close()
+        self._layers, self._present, self._missing = {}, [], []
 
 
-class _Layer:
-    def __init__(self, experts, number):
-        self._experts, self._number = experts, number
+# %% tags=["export"]
+class Experts(Experts):
+    def request(self, layer: LayerExperts, ids: list[int]) -> None:
+        "Begin a request of experts `ids` of a layer, once the reads of the request before have ended; count its hits."
+        if len(set(ids)) < len(ids) or ids and self._pool is None:
+            raise ValueError(f"experts {ids} of layer {layer.number} are requested into {self.layout.slots.count} slots: an expert twice, or no slot")
+        self._answered, self._present, self._missing = True, [], []
+        if self._pool is not None:
+            self._pool.restart([])  # from here on no reader is at work
+            chosen = layer.choose(ids, self.layout.whole)
+            self._present = [(wanted, wanted.expert) for wanted in chosen if wanted.expert is not None]
+            self._missing = [wanted for wanted in chosen if wanted.expert is None]
+            self._pool.restart(self._missing)  # reading begins
+        self.requests += len(ids)
+        self.hits += len(self._present)
+        if self.trace is not None:
+            self.trace += [(layer.number, e) for e in ids]
+        self._answered = False
 
-    def request(self, ids):
-        self._experts.request(self._number, ids)
+    def map(self, work: Callable, limit: int) -> None:
+        """Have the readers call work(expert id, expert) on each requested expert, in any order, at most `limit` at a time.
 
-    def each(self, work, threads):
-        self._experts.each(work, max_concurrent_blocks(threads))
+        An expert is whole, or is read while it is multiplied. Returns when all calls have ended; raises what one of them, or a read,
+        raised. A request is answered once, well or not: RuntimeError without one.
+        """
+        if self._answered:
+            raise RuntimeError("no request is open: map() answers a request once")
+        self._answered = True
+
+        def use(wanted, expert):
+            try:
+                work(wanted.e, expert)
+            except BaseException:
+                wanted.expert = None
+                raise
+
+        def stream(rest, buffer, cursor):
+            return sum(self._stream(wanted, buffer, use) for wanted in items(rest, cursor))
+
+        if self._pool is not None:
+            self._pool.map_blocks(self._missing, use, stream, limit, self._present)
+
+
+# %% [markdown]
+# What was read ahead of the call is `present` in the pool already. What was not is either to be cached, and then read whole into its slot, or it streams through the
+# reader's buffer.
+
+# %% tags=["export"]
+class Experts(Experts):
+    def _read(self, wanted, buffer):
+        "Read an expert whole into `buffer`: its own slot, or one that the pool lends."
+        expert = read_expert(self.files, self.extents(wanted.layer, wanted.e), buffer)
+        if wanted.slot is not None:
+            wanted.expert = expert
+        return expert
+
+    def _stream(self, wanted, buffer, use):
+        "Use an expert that has not been read ahead; the processor seconds of its products."
+        if wanted.slot is not None:
+            expert, began = self._read(wanted, wanted.slot), time.thread_time()
+            use(wanted, expert)
+            return time.thread_time() - began
+        expert = streaming_expert(self.files, self.extents(wanted.layer, wanted.e), buffer)
+        use(wanted, expert)
+        return sum(matrix.seconds for matrix in expert)
 
 
 # %% [markdown]
@@ -597,7 +527,7 @@ assert fetched(2, LARGE, 1, Boastful)[1].hits != 0
 for kind, whole_kept in ((StreamingExpert, False), (Hopeful, True)):
     slot = page_buffer(LARGE)
     arriving = kind(Files(), six(1, 0), slot)
-    arriving.multiply("w1", np.zeros((1, vector.shape[1]), np.float32), np.empty((1, arriving.width), np.float32))
+    arriving.multiply("w1", np.zeros((1, vector.shape[1] // GROUP, 2, 16), np.float32), np.empty((1, arriving.width), np.float32))
     assert (arriving.expert() is not None) == whole_kept
 assert product(arriving.expert()) != product(whole(1, 0))
 print("hasty, forgiving, boastful, hopeful: each fails the gate: True")

@@ -51,7 +51,7 @@ from k3lib.system import peak_bytes, read_call_bytes, return_freed_memory
 from k3lib.fileio import CheckpointError, UsageError
 from k3lib.config import Config, is_synthetic, read_config
 from k3lib.tensors import (
-    EMBED, check_tensors, expert_name, forward_order, is_router, layer_of, part_of, row_multiples, used_entries,
+    EMBED, check_tensors, expert_name, forward_order, layer_of, part_of, used_entries,
 )
 from k3lib.header import Extent
 from k3lib.checkpoint import Checkpoint
@@ -60,7 +60,6 @@ from k3lib.disk import Files, MAX_READERS
 from k3lib.trunk import Trunk
 from k3lib.experts import Experts
 from k3lib.memory import parse_size, shown_size, whole_number
-from k3lib.layout import READ_AHEAD
 from k3lib.plan import Plan, make_plan
 from k3lib.pack import Packed
 from k3lib.state import load_sequence, model_fingerprint, save_sequence
@@ -191,7 +190,7 @@ class Engine:
         self._moves = 0  # grows with every call that may move the sequence
         self._fingerprint: str | None = None
         check_vectors(self.config, trunk, files)
-        self.model = Model(self.config, self._embedding, trunk.take, experts, threads)
+        self.model = Model(self.config, self._embedding, trunk.weight, experts, threads)
         self.sequence = Sequence(self.config, self.context)
 
     @contextlib.contextmanager
@@ -368,7 +367,7 @@ class Engine(Engine):
     def fingerprint(self) -> str:
         "What saved states call this model (5.20.2), in hex. The first call reads a row of every matrix."
         if self._fingerprint is None:
-            tensors = ((name, extent, self._first_row(name, extent)) for name, extent in self.trunk.extents.items())
+            tensors = ((name, extent, self._first_row(name, extent)) for name, extent in self.source.extents.items())
             self._fingerprint = model_fingerprint(self.config, tensors)
         return self._fingerprint
 
@@ -449,7 +448,7 @@ def check_vectors(config: Config, trunk: Trunk, files: Files) -> None:
     "Raise CheckpointError, naming file, tensor and row, for a vector of the trunk that is not finite."
     for name, value in trunk.resident.items():
         if isinstance(value, np.ndarray) and not np.isfinite(value[:used_entries(config, name)]).all():
-            extent = trunk.extents[name]
+            extent = trunk.layout.resident[name].extent
             raise CheckpointError(not_finite_in(files, extent, name, 0, extent.shape[0]))
 
 
@@ -457,9 +456,10 @@ def check_vectors(config: Config, trunk: Trunk, files: Files) -> None:
 class Engine(Engine):
     def _embedding(self, i):
         "Row i of the embedding, float32 [H]. Raises CheckpointError for a number that is not finite."
-        row = self.trunk.row(EMBED, i)
+        extent = self.source.trunk.extent(EMBED)
+        row = bf16_to_float32(self.files.array(extent, part_of(EMBED), i, 1)[0])
         if not np.isfinite(row).all():
-            raise CheckpointError(not_finite_in(self.files, self.source.checkpoint.extent(EMBED), EMBED, i, i + 1))
+            raise CheckpointError(not_finite_in(self.files, extent, EMBED, i, i + 1))
         return row
 
     def _cause(self, error):
@@ -479,7 +479,7 @@ class Engine(Engine):
 
     def _extent(self, name):
         "Where a tensor is read from: a packed trunk's folder, or the checkpoint's."
-        return self.trunk.extents.get(name) or self.source.checkpoint.extent(name)
+        return self.source.extents.get(name) or self.source.checkpoint.extent(name)
 
 
 # %% [markdown]
@@ -501,15 +501,21 @@ class Source(NamedTuple):
     synthetic: bool
     trunk: Checkpoint | Packed  # where the trunk is read from
     trunk_folder: str | None
+    extents: dict[str, Extent]  # of the trunk's tensors, in the order of the forward pass
+
+    def expert_extents(self, L: int, e: int) -> list[Extent]:
+        "Where the six tensors of expert `e` of layer L lie, in the order of the files."
+        return list(self.checkpoint.expert(L, e).values())
 
 
 def open_source(path: str | os.PathLike, trunk: str | os.PathLike | None) -> Source:
     "Read and check a checkpoint's config, headers and tokenizer, and the headers of a packed trunk in folder `trunk`."
     config, checkpoint = read_config(path), Checkpoint(path)
     check_tensors(config, checkpoint)
-    packed = checkpoint if trunk is None else Packed(checkpoint, list(forward_order(config)), trunk)
-    tokenizer, trunk_folder = open_tokenizer(path, config), None if trunk is None else str(trunk)
-    return Source(str(path), config, checkpoint, tokenizer, is_synthetic(path), packed, trunk_folder)
+    order = list(forward_order(config))
+    read_from = checkpoint if trunk is None else Packed(checkpoint, order, trunk)
+    return Source(str(path), config, checkpoint, open_tokenizer(path, config), is_synthetic(path), read_from,
+                  None if trunk is None else str(trunk), {name: read_from.extent(name) for name in order})
 
 
 # %% [markdown]
@@ -519,16 +525,12 @@ def open_source(path: str | os.PathLike, trunk: str | os.PathLike | None) -> Sou
 # %% tags=["export"]
 def start(source: Source, plan: Plan, threads: int, progress: Callable[[int], object] | None) -> Engine:
     "Read what the plan pins, start the readers, and return the Engine that owns them."
-    config, checkpoint, order = source.config, source.checkpoint, list(forward_order(source.config))
     with contextlib.ExitStack() as undo:
         files, read_before = Files(source.trunk.fingerprints), read_call_bytes()
         undo.callback(files.close)
-        rows, slots = plan.layout.trunk.rows, plan.layout.experts.slots
-        trunk = Trunk(source.trunk, order, plan.pinned, row_multiples(config), files, part_of, rows.count,
-                      rows.nbytes, plan.layout.trunk.readers, progress, READ_AHEAD, frozenset(filter(is_router, order)))
+        trunk = Trunk(plan.layout.trunk, files, progress)
         undo.callback(trunk.close)
-        experts = Experts(lambda L, e: list(checkpoint.expert(L, e).values()), files, slots.count, slots.nbytes,
-                          plan.layout.experts.readers, plan.layout.experts.layers)
+        experts = Experts(plan.layout.experts, source.expert_extents, files)
         undo.callback(experts.close)
         engine = Engine(source, plan, files, trunk, experts, threads, read_before)
         undo.pop_all()
