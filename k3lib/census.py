@@ -196,8 +196,8 @@ def contiguity(index: TensorIndex) -> Contiguity:
     layers = {}
     for i, label in enumerate(trunk.label):
         file, offset = index.files[trunk.shard[i]], int(trunk.offset[i])
-        broken = "" if trunk.whole[i] else _breaker(index, columns, label, trunk.shard[i], offset)
-        layers[int(label) - 1] = Run(file, offset, int(trunk.nbytes[i]), int(trunk.tensors[i]), broken)
+        why = "" if trunk.whole[i] else _breaker(index, columns, label, trunk.shard[i], offset)
+        layers[int(label) - 1] = Run(file, offset, int(trunk.nbytes[i]), int(trunk.tensors[i]), why)
     broken = [(int(label >> NUMBER_BITS) - 1, int(label & NUMBER_MASK) - 1) for label in experts.label[~experts.whole]]
     return Contiguity(layers, len(experts.label), broken)
 

@@ -51,7 +51,7 @@ def shard_names(folder: str | Path) -> list[str]:
 
 
 INDEX = "model.safetensors.index.json"
-_BLOCK = 1 << 18  # bytes of it that are read and parsed at a time
+INDEX_BLOCK = 1 << 18  # bytes of it that are read and parsed at a time
 _CUT = b'.safetensors",'
 
 
@@ -64,8 +64,8 @@ def index_pieces(path: str, most: int) -> Iterator[dict]:
         size, text, front = os.fstat(file.fileno()).st_size, b"", b""
         if size > most:
             raise CheckpointError(f"{path}: {size:,} bytes, expected at most {most:,} for the tensors that are here")
-        for begin in range(0, size or 1, _BLOCK):
-            block = bytearray(min(_BLOCK, size - begin))
+        for begin in range(0, size or 1, INDEX_BLOCK):
+            block = bytearray(min(INDEX_BLOCK, size - begin))
             read_exactly(file, block, begin, path)
             text, end = text + block, begin + len(block)
             where, last = f"{path}: its text up to byte {end:,}", end >= size
@@ -112,7 +112,7 @@ def check_index(index: TensorIndex, path: str) -> None:
         metadata = piece.get("metadata", {})
         totals.append(metadata.get("total_size", payload) if type(metadata) is dict else metadata)
     if not seen[:-1].all():
-        row = np.argmin(seen)
+        row = int(np.argmin(seen))
         raise tensor_fault(path, index.name(row), f"found in {index.files[index.shard[row]]}",
                            "no file, because it is not listed")
     for total in totals:
@@ -209,8 +209,8 @@ class Checkpoint:
         row = self._row(*split_name(name))
         extent = self.index.extent(row)
         out = np.empty(extent.shape, ARRAY_DTYPES[extent.dtype])
-        file, bits = self._files[self.index.shard[row]], memoryview(out.reshape(-1).view(np.uint8))
-        read_exactly(file, bits, extent.offset, f"{extent.file}: tensor {name}")
+        file, bits = self._files[self.index.shard[row]], out.reshape(-1).view(np.uint8)
+        read_exactly(file, bits.data, extent.offset, f"{extent.file}: tensor {name}")
         return out
 
     def tensor(self, name: str) -> np.ndarray:
@@ -235,5 +235,5 @@ class Checkpoint:
 
 
 __all__ = [
-    "shard_names", "INDEX", "index_pieces", "check_index", "Checkpoint",
+    "shard_names", "INDEX", "INDEX_BLOCK", "index_pieces", "check_index", "Checkpoint",
 ]

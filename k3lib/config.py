@@ -274,7 +274,7 @@ def read_config(model_dir: str | Path) -> Config:
     path = folder / "config.json"
     r = Reading(load_json(path))
     r.fixed("model_type", "kimi_k3")
-    n = {name: r.whole(f"text_config.{key}", low, high) for key, (name, low, high) in INTEGERS.items()}
+    n: dict[str, Any] = {name: r.whole(f"text_config.{key}", low, high) for key, (name, low, high) in INTEGERS.items()}
     n |= {name: r.real(f"text_config.{key}", low, high) for key, (name, low, high) in REALS.items()}
     for key, expected in FIXED.items():
         r.need(f"text_config.{key}")

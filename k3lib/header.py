@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from io import FileIO
 from math import prod
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np

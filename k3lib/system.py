@@ -59,7 +59,7 @@ def open_read(path: str | os.PathLike, direct: bool = False) -> int:
 
 def keep_uncached(fd: int) -> bool:
     "Ask that reads of `fd` leave no pages in the page cache (macOS: F_NOCACHE). False if there is no such switch."
-    if not hasattr(fcntl, "F_NOCACHE"):
+    if fcntl is None or not hasattr(fcntl, "F_NOCACHE"):
         return False
     try:
         fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
@@ -223,16 +223,9 @@ def make_nonblocking(fd: int) -> None:
         os.set_blocking(fd, False)
 
 
-def require_cpu(byteorder: str = sys.byteorder, bits: int = 64 if sys.maxsize > 2**32 else 32) -> None:
-    "ImportError unless this Python runs on a 64-bit little-endian processor, the only kind the kernels are right on."
-    if (byteorder, bits) != ("little", 64):
-        raise ImportError("k3lib needs a 64-bit little-endian processor, this Python runs on a "
-                          f"{bits}-bit {byteorder}-endian one: its numbers would be wrong without an error")
-
-
 __all__ = [
     "fcntl", "resource", "pread", "has_direct", "open_read", "keep_uncached", "forget_pages", "expect_sequential",
     "zero_pages", "COMPILED_PREAD", "data_runs", "disk_bytes", "sync_folder", "return_freed_memory",
     "trim_freed_memory", "status_bytes", "resident_bytes", "peak_bytes", "read_call_bytes", "machine_free_bytes",
-    "allow_open_files", "make_nonblocking", "require_cpu",
+    "allow_open_files", "make_nonblocking",
 ]

@@ -51,7 +51,6 @@ except ImportError:  # Windows
 
 
 # %%
-import os
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,7 +137,7 @@ def open_read(path: str | os.PathLike, direct: bool = False) -> int:
 # %% tags=["export"]
 def keep_uncached(fd: int) -> bool:
     "Ask that reads of `fd` leave no pages in the page cache (macOS: F_NOCACHE). False if there is no such switch."
-    if not hasattr(fcntl, "F_NOCACHE"):
+    if fcntl is None or not hasattr(fcntl, "F_NOCACHE"):
         return False
     try:
         fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
@@ -381,31 +380,15 @@ def make_nonblocking(fd: int) -> None:
         os.set_blocking(fd, False)
 
 
-# %% [markdown]
-# ## 5.1.7 Which processors
-#
-# The weights are little-endian, and the kernels take their bytes as they lie in the file. On a big-endian processor
-# every number would be wrong and nothing would fail, so the package refuses to be imported there. Index arithmetic
-# needs 64 bits.
-
-# %% tags=["export"]
-def require_cpu(byteorder: str = sys.byteorder, bits: int = 64 if sys.maxsize > 2**32 else 32) -> None:
-    "ImportError unless this Python runs on a 64-bit little-endian processor, the only kind the kernels are right on."
-    if (byteorder, bits) != ("little", 64):
-        raise ImportError("k3lib needs a 64-bit little-endian processor, this Python runs on a "
-                          f"{bits}-bit {byteorder}-endian one: its numbers would be wrong without an error")
-
-
 # %%
-require_cpu()
-try:
-    require_cpu("big")
-except ImportError as error:
-    print(error)
 scratch.cleanup()
 
 # %% [markdown]
-# ## 5.1.8 Summary
+# One dependence is on the processor, not on the system. The weights are little-endian, and the kernels take their bytes as
+# they lie in the file. On a big-endian processor every number would be wrong and nothing would fail, so `import k3lib`
+# refuses it there; it is the one check that cannot wait for this chapter, because the kernels are made in the first.
+#
+# ## 5.1.7 Summary
 #
 # - One function for each call that some system lacks, its fallback beside it, chosen when it is called.
 # - A missing call costs speed or the page cache, never a right answer; a processor that would cost the answer is

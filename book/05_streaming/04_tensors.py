@@ -480,7 +480,7 @@ class Family(NamedTuple):
 
 def families(config: Config) -> Iterator[Family]:
     "text_tensors by the dozen: each tensor belongs to one Family."
-    size, layers = sizes(config), {}
+    size, layers = sizes(config), dict[Row, list[int]]()
     for L in range(config.num_hidden_layers):
         for row in _layer_rows(config, L):
             layers.setdefault(row, []).append(L)
@@ -494,7 +494,7 @@ def families(config: Config) -> Iterator[Family]:
 
 
 def used_entries(config: Config, name: str) -> int | None:
-    "How many of a vector's entries are used, from the first on, if the rest is padding: the heads of `A_log`. Else None."
+    "How many of a vector's entries are used, from the first on, if the rest is padding: `A_log`'s heads. Else None."
     return config.kda_num_heads if name.endswith(".A_log") else None
 
 

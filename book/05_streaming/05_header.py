@@ -17,20 +17,15 @@
 # | $L$, $E$ | layer and expert, the numbers inside a name | `layer`, `expert` |
 
 # %%
-import json
-import os
 import struct
 import tempfile
 import time
 import tracemalloc
-from math import prod
 from pathlib import Path
 
-import numpy as np
-
 from k3lib.config import read_config
-from k3lib.fileio import CheckpointError, open_shard
-from k3lib.tensors import layer_tensors, split_name
+from k3lib.fileio import open_shard
+from k3lib.tensors import layer_tensors
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 
@@ -77,7 +72,6 @@ from collections.abc import Callable, Iterable, Sequence
 from io import FileIO
 from math import prod
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np

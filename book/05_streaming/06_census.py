@@ -31,7 +31,7 @@ import matplotlib.pyplot as plt
 from k3lib.config import read_config
 from k3lib.fileio import open_shard
 from k3lib.header import header_bytes, read_header
-from k3lib.tensors import EMBED, HEAD, layer_of, layer_tensors, part_of, place_of, split_name, text_tensors
+from k3lib.tensors import layer_of, layer_tensors, part_of, place_of, text_tensors
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 plt.style.use(ROOT / "book" / "k3.mplstyle")
@@ -361,8 +361,8 @@ def contiguity(index: TensorIndex) -> Contiguity:
     layers = {}
     for i, label in enumerate(trunk.label):
         file, offset = index.files[trunk.shard[i]], int(trunk.offset[i])
-        broken = "" if trunk.whole[i] else _breaker(index, columns, label, trunk.shard[i], offset)
-        layers[int(label) - 1] = Run(file, offset, int(trunk.nbytes[i]), int(trunk.tensors[i]), broken)
+        why = "" if trunk.whole[i] else _breaker(index, columns, label, trunk.shard[i], offset)
+        layers[int(label) - 1] = Run(file, offset, int(trunk.nbytes[i]), int(trunk.tensors[i]), why)
     broken = [(int(label >> NUMBER_BITS) - 1, int(label & NUMBER_MASK) - 1) for label in experts.label[~experts.whole]]
     return Contiguity(layers, len(experts.label), broken)
 
