@@ -80,8 +80,10 @@ def answers(folder, budgets, threads, trunks, caches, chunks, steps, combine=ite
 def main():
     "Every budget on every CPU in a process of its own; exit code 1 if two answers differ."
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--one", nargs=3, metavar=("MODEL", "TRUNK", "RAM"), help="the combinations of one budget, on this CPU")
-    parser.add_argument("--few", action="store_true", help="of these the first: a baseline CPU has no FMA and takes ten times as long")
+    parser.add_argument("--one", nargs=3, metavar=("MODEL", "TRUNK", "RAM"),
+                        help="the combinations of one budget, on this CPU")
+    parser.add_argument("--few", action="store_true",
+                        help="of these the first: a baseline CPU has no FMA and takes ten times as long")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--budgets", nargs="+", default=["600MB", "1GB", "2GB"])
@@ -98,8 +100,10 @@ def main():
         synth(folder, "full", layers=args.layers, experts=args.experts)
         cli.pack_trunk(folder, trunk)
         for cpu, ram in itertools.product(["host", "generic"], args.budgets):
-            run = subprocess.run([sys.executable, __file__, "--one", folder, trunk, ram, *["--few"] * (cpu != "host")], stdout=subprocess.PIPE,
-                                 text=True, check=True, env={**os.environ, **({"NUMBA_CPU_NAME": cpu} if cpu != "host" else {})})
+            run = subprocess.run([sys.executable, __file__, "--one", folder, trunk, ram, *["--few"] * (cpu != "host")],
+                                 stdout=subprocess.PIPE,
+                                 text=True, check=True, env={**os.environ,
+                                                             **({"NUMBA_CPU_NAME": cpu} if cpu != "host" else {})})
             for line in run.stdout.splitlines():
                 print(cpu, line, flush=True)
                 seen.setdefault(line.rsplit(" ", 1)[1], []).append(f"{cpu} {line}")

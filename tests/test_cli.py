@@ -30,7 +30,8 @@ def edit_config(model, edit):
 
 
 def test_decode_prints_the_expected_ids_and_writes_what_it_is_asked(tmp_path):
-    run = k3_process("decode", MODEL, "--ids", PROMPT, "--max-new-tokens", 20, "--json", tmp_path / "r.json", "--logits", tmp_path / "l.npy")
+    run = k3_process("decode", MODEL, "--ids", PROMPT, "--max-new-tokens", 20, "--json", tmp_path / "r.json",
+                     "--logits", tmp_path / "l.npy")
     assert run.returncode == 0, run.stderr
     assert "generated ids: " + ",".join(map(str, EXPECTED["generated_ids"])) in run.stdout
     report = json.loads((tmp_path / "r.json").read_text())
@@ -52,7 +53,8 @@ def test_a_text_prompt(tmp_path):
     assert by_file.returncode == by_text.returncode == 0, by_file.stderr
     line = next(line for line in by_text.stdout.splitlines() if line.startswith("prompt ids: "))
     assert line in by_file.stdout
-    assert all(int(i) < 496 for i in line.removeprefix("prompt ids: ").split(",")), "a control token came out of the text"
+    assert all(int(i) < 496 for i in line.removeprefix("prompt ids: ").split(",")), (
+        "a control token came out of the text")
 
 
 def test_plan_and_census(tmp_path):
@@ -136,7 +138,8 @@ def test_pack_and_decode_from_it(tmp_path):
     assert first.returncode == again.returncode == 0, first.stderr + again.stderr
     assert first.stdout.startswith(f"{tmp_path / 't'}: 14 files of ") and "14 written and 0 found" in first.stdout
     assert "0 written and 14 found" in again.stdout and not first.stderr
-    run = k3("decode", MODEL, "--ids", PROMPT, "--max-new-tokens", 20, "--trunk", tmp_path / "t", "--json", tmp_path / "r.json")
+    run = k3("decode", MODEL, "--ids", PROMPT, "--max-new-tokens", 20, "--trunk", tmp_path / "t", "--json",
+             tmp_path / "r.json")
     assert run.returncode == 0, run.stderr
     assert "generated ids: " + ",".join(map(str, EXPECTED["generated_ids"])) in run.stdout
     assert f"packed in {tmp_path / 't'}" in run.stdout
@@ -151,7 +154,8 @@ def test_what_is_no_packed_trunk(tmp_path, model):
     assert k3("pack", tmp_path / "other", tmp_path / "t").returncode == 0
     refused(k3("decode", MODEL, "--ids", "1", "--trunk", tmp_path / "t"), 4, tmp_path / "t", "not that of")
     (tmp_path / "t" / "model-00003-of-000014.safetensors").unlink()
-    refused(k3("decode", tmp_path / "other", "--ids", "1", "--trunk", tmp_path / "t"), 4, "model-00003-of-000014.safetensors")
+    refused(k3("decode", tmp_path / "other", "--ids", "1", "--trunk", tmp_path / "t"), 4,
+            "model-00003-of-000014.safetensors")
 
 
 def test_what_cannot_be_packed_or_packed_to(tmp_path, model):
@@ -198,17 +202,20 @@ COMMANDS = ["decode", MODEL, "--ids", "1", "--max-new-tokens", "2"], ["plan", MO
 def test_standard_output_that_takes_nothing(command, stream, tmp_path):
     "Exit code 1 and one line on standard error."
     options = stream(tmp_path)
-    run = subprocess.run([sys.executable, "-m", "k3lib", *map(str, command)], stderr=subprocess.PIPE, text=True, **options)
+    run = subprocess.run([sys.executable, "-m", "k3lib", *map(str, command)], stderr=subprocess.PIPE, text=True,
+                         **options)
     if "stdout" in options:
         os.close(options["stdout"])
     assert run.returncode == 1, run.stderr
     lines = run.stderr.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith(f"k3 {command[0]}: standard output ") and LOST[stream] in lines[0], run.stderr
+    assert len(lines) == 1 and lines[0].startswith(f"k3 {command[0]}: standard output ") and LOST[stream] in lines[0], (
+        run.stderr)
 
 
 def running(*args, tokens=5000):
     "A long decode, read up to its first token."
-    run = subprocess.Popen([sys.executable, "-m", "k3lib", "decode", MODEL, "--ids", PROMPT, "--max-new-tokens", str(tokens), *map(str, args)],
+    run = subprocess.Popen([sys.executable, "-m", "k3lib", "decode", MODEL, "--ids", PROMPT, "--max-new-tokens",
+                            str(tokens), *map(str, args)],
                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not run.stdout.readline().startswith("   1: id "):
         assert run.poll() is None, run.stderr.read()
@@ -227,7 +234,9 @@ def test_ctrl_c(tmp_path):
     run = running("--json", tmp_path / "r.json")
     run.send_signal(signal.SIGINT)
     output, error = run.communicate()
-    assert run.returncode == 130 and re.fullmatch(r"k3 decode: interrupted after \d+ of 5000 tokens: 468[0-9,]*\n", error), error
+    assert run.returncode == 130 and re.fullmatch(r"k3 decode: interrupted after \d+ of 5000 tokens: 468[0-9,]*\n",
+                                                  error), (
+        error)
     assert "generated ids" not in output and not list(tmp_path.iterdir())
 
 
@@ -238,7 +247,8 @@ def test_a_folder_that_may_not_be_written_to_is_refused_before_the_run(tmp_path,
     assert k3("census", MODEL, "--json", tmp_path / "r.json").returncode == 0
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
     monkeypatch.setattr(tempfile, "TemporaryFile", refuses)  # root may write anywhere
-    refused(k3("census", MODEL, "--json", tmp_path / "again"), 2, f"{tmp_path / 'again'}: the folder {tmp_path} cannot be written to: Permission denied")
+    refused(k3("census", MODEL, "--json", tmp_path / "again"), 2,
+            f"{tmp_path / 'again'}: the folder {tmp_path} cannot be written to: Permission denied")
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
 
@@ -287,6 +297,7 @@ def test_what_cannot_even_be_imported_is_one_line():
 
 def test_nobody_listens_to_errors():
     closed = {"preexec_fn": lambda: os.close(2), "stdout": subprocess.PIPE, "text": True}
-    run = subprocess.run([sys.executable, "-m", "k3lib", "decode", MODEL, "--ids", PROMPT, "--max-new-tokens", "2"], **closed)
+    run = subprocess.run([sys.executable, "-m", "k3lib", "decode", MODEL, "--ids", PROMPT, "--max-new-tokens", "2"],
+                         **closed)
     assert run.returncode == 0 and "generated ids: 468,342" in run.stdout
     assert subprocess.run([sys.executable, "-m", "k3lib", "decode", MODEL, "--ids", "512"], **closed).returncode == 2
