@@ -1,0 +1,494 @@
+"k3lib.prefetch: every block is worked on once, with its own bytes, whatever the readers' timing; an interrupt at any line leaves nothing."
+import _thread
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from k3lib import prefetch
+from k3lib.parallel import CORES
+from k3lib.prefetch import Prefetcher, items
+
+WORDS = 64
+
+
+class Bench:
+    """A pool whose blocks are numbers: reading one fills a buffer with it, so a buffer that is filled while it is in use shows.
+
+    `most`: the longest a read or a call lasts. `broken`: blocks whose read fails, and leaves half of its bytes in the buffer.
+    """
+
+    def __init__(self, buffers=3, readers=2, read_ahead=2, seed=0, most=2e-4, memory=None):
+        self.random, self.most, self.broken, self.gate = random.Random(seed), most, set(), None
+        self.begun, self.inside, self.lock = [], 0, threading.Lock()
+        self.used, self.memory = set(), [np.zeros(WORDS, np.int64) for _ in range(buffers)]
+        self.pool = Prefetcher(self.read, self.memory, readers, read_ahead, "test", memory)
+
+    def pause(self):
+        time.sleep(self.random.random() * self.most)
+
+    def read(self, block, buffer):
+        with self.lock:
+            self.begun.append(block)
+            self.used.add(id(buffer))
+        if self.gate is not None:
+            assert self.gate.wait(10)
+        buffer[:WORDS // 2] = block
+        if block in self.broken:
+            raise OSError(f"block {block} cannot be read")
+        self.pause()
+        buffer[WORDS // 2:] = block
+        return buffer
+
+    def consume(self, blocks, limit=2, work=None, present=()):
+        "One batch: every block comes once with its own bytes, before and after its use, at most `limit` at a time. The order they came in."
+        order, most = [], [0]
+
+        def use(block, data):
+            with self.lock:
+                self.inside += 1
+                most[0] = max(most[0], self.inside)
+            try:
+                for _ in range(2):
+                    assert (data == block).all(), f"block {block} has {data}"
+                    self.pause()
+                if work is not None:
+                    work(block)
+                assert (data == block).all(), f"block {block} has {data} after its use"
+            finally:
+                with self.lock:
+                    self.inside -= 1
+                    order.append(block)
+
+        def stream(rest, buffer, cursor):
+            for block in items(rest, cursor):
+                use(block, self.read(block, buffer))
+            return 0.0
+
+        self.pool.map_blocks(blocks, use, stream, limit, list(present))
+        assert self.inside == 0, "map_blocks has returned before its calls"
+        assert sorted(order) == sorted([*blocks, *(block for block, _ in present)])
+        assert most[0] <= limit, f"{most[0]} calls at a time, {limit} allowed"
+        return order
+
+    def until(self, true, seconds=5):
+        "Wait for something to become true, and a little longer for what should not happen."
+        deadline = time.time() + seconds
+        while not true() and time.time() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def bench():
+    benches = []
+
+    def make(*args, **more):
+        benches.append(Bench(*args, **more))
+        return benches[-1]
+
+    yield make
+    for each in benches:
+        each.pool.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("k3-test")]
+
+
+# Right blocks
+
+def test_every_block_comes_once_with_its_own_bytes(bench):
+    "Eighty pools of any size, whose reads and calls last at random; three times through an order cut at random."
+    for seed in range(80):
+        rng = random.Random(seed)
+        b = Bench(rng.randint(1, 6), rng.randint(1, 5), rng.choice([0, 1, 2, 3, 100]), seed)
+        order = list(range(rng.randint(1, 40)))
+        b.pool.restart(order, cyclic=True)
+        for _ in range(3):
+            assert b.pool.at_start()
+            at = 0
+            while at < len(order):
+                n = rng.randint(1, 8)
+                b.consume(order[at:at + n], rng.choice([1, 2, 64]))
+                at += n
+        b.pool.close()
+
+
+def test_an_order_that_is_not_cyclic_ends(bench):
+    "As a request of experts, of which there are many, one after the other."
+    b = bench(4, 3, 100)
+    for n in (1, 5, 0, 17):
+        b.pool.restart(list(range(n)))
+        b.consume(list(range(n)), 64)
+        assert sorted(b.begun) == list(range(n))
+        b.begun.clear()
+
+
+def test_a_batch_that_is_left_out_is_an_error_and_not_a_shift(bench):
+    b = bench()
+    b.pool.restart([0, 1, 2, 3, 4, 5], cyclic=True)
+    b.consume([0, 1])
+    for wrong in ([4, 5], [3, 2], [2, 4]):
+        with pytest.raises(RuntimeError, match="test: these blocks are not the next ones"):
+            b.consume(wrong)
+        assert not b.pool.at_start()
+        b.pool.restart([0, 1, 2, 3, 4, 5], cyclic=True)
+        b.consume([0, 1])
+    b.consume([2, 3, 4, 5])
+    assert b.pool.at_start()
+
+
+def test_what_is_present_is_worked_on_and_not_read(bench):
+    b = bench(2, 2, 100)
+    data = {block: np.full(WORDS, block) for block in (100, 101, 102)}
+    b.pool.restart([0, 1, 2])
+    b.consume([0, 1, 2], 2, present=data.items())
+    assert sorted(b.begun) == [0, 1, 2]
+    b.pool.restart([])
+    assert sorted(b.consume([], 1, present=data.items())) == [100, 101, 102]
+
+
+def test_a_block_with_memory_of_its_own_takes_no_buffer(bench):
+    "More such blocks are read ahead than there are buffers, and what is in their memory stays."
+    own = {block: np.zeros(WORDS, np.int64) for block in range(0, 12, 2)}
+    b = bench(1, 2, 100, memory=own.get)
+    b.pool.restart([0, 2, 4, 6, 8, 10, 1, 3])
+    b.until(lambda: len(b.begun) == 7)
+    assert sorted(b.begun) == [0, 1, 2, 4, 6, 8, 10], "the only buffer is lent to block 1"
+    b.consume([0, 2, 4, 6, 8, 10, 1, 3])
+    assert all((memory == block).all() for block, memory in own.items())
+
+
+# How far ahead
+
+@pytest.mark.parametrize("read_ahead", [0, 1, 2, 4])
+def test_no_more_blocks_wait_than_may(bench, read_ahead):
+    b = bench(6, 3, read_ahead)
+    b.pool.restart(list(range(20)), cyclic=True)
+    for at in range(0, 20, 4):
+        b.until(lambda: len(b.begun) >= at + read_ahead)
+        assert len(b.begun) == at + read_ahead
+        b.consume(list(range(at, at + 4)), 64)
+
+
+def test_no_more_blocks_wait_than_there_are_buffers(bench):
+    b = bench(4, 3, 100)
+    b.pool.restart(list(range(20)))
+    b.until(lambda: len(b.begun) >= 4)
+    assert b.begun == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("buffers, ahead", [(2, 0), (3, 1), (6, 1)])
+def test_while_a_batch_streams_one_reader_reads_ahead_and_never_into_the_last_buffer(bench, buffers, ahead):
+    "Two readers linger over their blocks of the rest. A third one reads ahead; a fourth finds nothing to do."
+    b, go = bench(buffers, 4, 100), threading.Event()
+    b.pool.restart(list(range(20)), cyclic=True)
+    b.until(lambda: len(b.begun) == buffers)
+    b.consume(list(range(buffers)), 64)  # so that the rest of the next batch begins at a known place
+    seen = []
+
+    def linger(block):
+        if not go.is_set():
+            seen.append(block)
+            b.gate = threading.Event()  # what is read from now on is begun and not ended
+            go.wait(10)
+
+    batch = list(range(buffers, 20))
+    thread = threading.Thread(target=lambda: b.consume(batch, 2, linger))
+    b.until(lambda: len(b.begun) >= 2 * buffers)
+    thread.start()
+    b.until(lambda: len(seen) == 2)
+    beyond = [block for block in b.begun[buffers:] if block < buffers]
+    assert len(beyond) <= ahead, f"blocks {beyond} of the next time through are read while this batch streams"
+    go.set()
+    b.gate.set()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_reader_that_may_not_work_reads_what_is_left_of_a_used_up_order(bench):
+    "While one call lasts and no other is allowed, the next blocks of the same batch are read: reading and working overlap on one thread."
+    b = bench(4, 3, 100)
+    b.pool.restart(list(range(12)))
+    b.until(lambda: len(b.begun) == 4)
+
+    seen = []
+
+    def work(block):
+        ahead = min(12, len(seen) + 3)  # of four buffers one is in use and one is kept free
+        b.until(lambda: len(b.begun) >= ahead)
+        assert len(b.begun) >= ahead, "nothing is read while the only call that is allowed lasts"
+        seen.append(block)
+
+    b.consume(list(range(12)), 1, work)
+
+
+def test_buffers_go_out_last_in_first_out(bench):
+    "Of many buffers one reader that reads one block ahead uses two: they are still in its core's cache."
+    b = bench(40, 1, 1)
+    b.pool.restart(list(range(30)), cyclic=True)
+    for at in range(0, 30, 3):
+        b.consume(list(range(at, at + 3)))
+    assert len(b.used) == 2
+
+
+def test_what_was_read_last_is_worked_on_first(bench):
+    b = bench(4, 1, 4)
+    b.pool.restart([0, 1, 2, 3])
+    b.until(lambda: len(b.begun) == 4)
+    assert b.consume([0, 1, 2, 3]) == [3, 2, 1, 0]
+
+
+# What goes wrong
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("in a call"), KeyboardInterrupt(), SystemExit(3)])
+def test_what_a_call_raises_reaches_the_caller_when_no_call_runs_any_more(bench, error):
+    "After map_blocks has raised, nobody may still be writing into the caller's output."
+    b = bench(5, 4, 2)
+    for fails in (0, 1, 2, 9):
+        b.pool.restart(list(range(10)), cyclic=True)
+        begun, ended = [], []
+
+        def work(block):
+            begun.append(block)
+            if len(begun) == fails + 1:
+                raise error
+            time.sleep(3e-3)
+            ended.append(block)
+
+        with pytest.raises(type(error)):
+            b.consume(list(range(10)), 2, work)
+        seen = len(begun), len(ended)
+        assert b.inside == 0 and len(begun) - len(ended) == 1
+        time.sleep(0.01)
+        assert (len(begun), len(ended)) == seen, "a call began or ran on after map_blocks had raised"
+        assert not b.pool.at_start()
+
+
+@pytest.mark.parametrize("limit", [1, 64])
+@pytest.mark.parametrize("read_ahead", [0, 3])
+def test_a_failed_read_reaches_the_caller_and_leaves_none_of_its_bytes(bench, read_ahead, limit):
+    "Read ahead or not; the buffer that it has half filled goes to other blocks. When the device is mended, so are the blocks."
+    b = bench(4, 3, read_ahead)
+    order = list(range(9))
+    for broken in range(9):
+        b.broken = {broken}
+        b.pool.restart(order, cyclic=True)
+        for _ in range(2):
+            with pytest.raises(OSError, match=f"block {broken} cannot be read"):
+                for at in (0, 3, 6):
+                    b.consume(order[at:at + 3], limit)
+            b.pool.restart(order, cyclic=True)
+        b.broken = set()
+        b.pool.restart(order, cyclic=True)  # what was read ahead may be what failed
+        for at in (0, 3, 6):
+            b.consume(order[at:at + 3], limit)
+
+
+def test_restarting_waits_for_the_reads_under_way(bench):
+    "A read of the order before must not land in a buffer of the next."
+    b = bench(3, 2, 3)
+    b.gate = threading.Event()
+    b.pool.restart(list(range(10, 20)), cyclic=True)
+    b.until(lambda: len(b.begun) == 2)
+    restarting = threading.Thread(target=lambda: b.pool.restart([0, 1, 2]))
+    restarting.start()
+    restarting.join(0.05)
+    assert restarting.is_alive(), "restarted while a read of the order before was under way"
+    gate, b.gate = b.gate, None
+    gate.set()
+    restarting.join(5)
+    b.consume([0, 1, 2])
+
+
+@pytest.mark.parametrize("buffers, readers, read_ahead", [(1, 1, 1), (3, 2, 2), (4, 3, 0)])
+def test_an_interrupt_at_any_line_leaves_a_pool_that_restarts(buffers, readers, read_ahead):
+    """Ctrl-C comes to the caller between any two lines of restart, map_blocks and at_start. Afterwards the same pool works, and it ends.
+
+    A trace also sees the end of a `with`, between its last line and the release of the lock. No signal is heard there.
+    """
+    ended, source = [], Path(prefetch.__file__).read_text().splitlines()
+
+    def interrupted_at(b, line):
+        lines, entered = [], set()
+
+        def trace(frame, event, _):
+            if frame.f_code.co_filename != prefetch.__file__:
+                return None
+            if source[frame.f_lineno - 1].strip() == "with self._lock:" and event == "line":
+                here = id(frame), frame.f_lineno
+                if here in entered:
+                    return trace
+                entered.add(here)
+            lines.append(frame.f_lineno)
+            if len(lines) == line + 1:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            b.pool.at_start()
+            b.pool.restart([7, 8, 9, 10, 11], cyclic=True)
+            b.consume([7, 8, 9])
+            b.pool.map_blocks([10, 11], lambda block, data: None, lambda rest, buffer, cursor: 0.0, 1)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        b.pool.restart([0, 1, 2, 3], cyclic=True)
+        b.inside = 0
+        for _ in range(2):
+            b.consume([0, 1, 2, 3])
+        assert len(b.pool._free) + len(b.pool._ahead) <= buffers
+        return len(lines) > line
+
+    def at_every_line():
+        b, line = Bench(buffers, readers, read_ahead, most=0), 0
+        while interrupted_at(b, line):
+            line += 1
+        b.pool.close()
+        ended.append(line)
+
+    thread = threading.Thread(target=at_every_line, daemon=True)
+    thread.start()
+    thread.join(100)
+    assert ended and ended[0] > 40, "an interrupt has left something that is waited for"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signal for this")
+def test_interrupts_at_random_moments(bench):
+    "Real signals to the main thread, wherever it is; many of them while it takes its lock again."
+    b, rng = bench(3, 3, 2, most=5e-4), random.Random(3)
+    interrupted = 0
+    for _ in range(60):
+        timer = threading.Timer(rng.random() * 6e-3, _thread.interrupt_main)
+        try:
+            timer.start()
+            b.pool.restart(list(range(12)), cyclic=True)
+            for at in (0, 4, 8):
+                b.consume(list(range(at, at + 4)), rng.choice([1, 64]))
+            timer.join()
+            time.sleep(0.001)
+        except KeyboardInterrupt:
+            interrupted += 1
+        timer.join()
+    assert interrupted > 20
+    b.inside = 0
+    b.pool.restart([0, 1, 2])
+    b.consume([0, 1, 2])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signal for this")
+def test_an_interrupt_while_the_lock_is_taken_again(bench):
+    "A reader that holds the lock wakes the caller; the signal comes while the caller waits for the lock, and gives back no other's lock."
+    b, errors, there = bench(), [], threading.Event()
+    b.pool.restart([0])
+
+    def hold():
+        there.wait()
+        try:
+            with b.pool._lock:
+                b.pool._news.notify_all()
+                time.sleep(0.05)  # now the caller wants the lock
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.05)
+        except RuntimeError as error:
+            errors.append(error)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    with pytest.raises(KeyboardInterrupt):
+        b.consume([0], 1, lambda block: (there.set(), time.sleep(0.3)))
+    holder.join()
+    assert not errors, "the interrupted thread gave back a lock that it did not hold"
+    b.inside = 0
+    b.pool.restart([0, 1, 2])
+    b.consume([0, 1, 2])
+
+
+# The end
+
+@pytest.mark.parametrize("working", [False, True])
+def test_closing_wakes_a_caller_that_waits(bench, working):
+    "At once while a block is read ahead; when the call has ended, while one is worked on: the caller's arrays are in use until then."
+    b, raised = bench(2, 1, 0 if working else 2), []
+    b.gate = gate = threading.Event()
+    b.pool.restart([1, 2])
+
+    def wait():
+        try:
+            b.consume([1, 2], 1)
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    if not working:
+        b.until(lambda: b.begun)
+    caller = threading.Thread(target=wait)
+    caller.start()
+    b.until(lambda: b.begun)
+    closer = threading.Thread(target=b.pool.close)
+    closer.start()
+    caller.join(0.1 if working else 5)
+    assert caller.is_alive() == working and closer.is_alive()
+    gate.set()
+    caller.join(5)
+    closer.join(5)
+    assert raised == ["test: the readers have ended, the model is closed"] and not caller.is_alive() and not closer.is_alive()
+    for use in (lambda: b.pool.restart([1]), lambda: b.consume([1])):
+        with pytest.raises(RuntimeError, match="the model is closed"):
+            use()
+
+
+def test_a_pool_that_could_bring_nothing_is_refused():
+    for buffers, readers in ((0, 2), (2, 0)):
+        with pytest.raises(ValueError, match=f"test: {buffers} buffers and {readers} readers bring nothing"):
+            Prefetcher(None, [None] * buffers, readers, 1, "test")
+
+
+# The account
+
+def busy(seconds):
+    "Arithmetic that takes so much processor time."
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+@pytest.mark.parametrize("read_ahead", [0, 2])
+def test_waiting_and_working_are_told_apart(read_ahead, limit):
+    "The wall is reads and calls; what the processor has done, over the threads, is not waiting."
+    pool = Prefetcher(lambda block, buffer: (time.sleep(0.02), block)[1], [None, None], 2, read_ahead, "test")
+    pool.restart([1, 2, 3, 4, 5, 6])
+
+    def work(block, data):
+        busy(0.01)
+
+    def stream(rest, buffer, cursor):
+        began = time.thread_time()
+        for _ in items(rest, cursor):
+            time.sleep(0.02)
+            busy(0.01)
+        return time.thread_time() - began
+
+    began = time.perf_counter()
+    pool.map_blocks([1, 2, 3, 4, 5, 6], work, stream, limit)
+    wall = time.perf_counter() - began
+    pool.close()
+    assert 0.06 <= pool.busy_seconds <= 0.07
+    assert abs(pool.wait_seconds - (wall - pool.busy_seconds / min(limit, CORES))) < 5e-3, f"{pool.wait_seconds} s of {wall} s waiting"
+    assert pool.wait_seconds >= 0.02
+
+
+def test_a_caller_that_finds_everything_there_has_not_waited():
+    pool = Prefetcher(lambda block, buffer: (time.sleep(0.05), block)[1], [None, None], 2, 2, "test")
+    pool.restart([1, 2])
+    time.sleep(0.1)
+    pool.map_blocks([1, 2], lambda block, data: None, None, 1)
+    pool.close()
+    assert pool.wait_seconds < 0.02
