@@ -22,6 +22,7 @@ import argparse
 import ast
 import hashlib
 import itertools
+import os
 import re
 import sys
 import textwrap
@@ -173,7 +174,7 @@ def wrong_imports(tree, made):
             )
 
 
-def module(source, made, texts):
+def module(source, made):
     """The text of the chapter's module, its public names, and sentences on imports that break the book's rules.
 
     `made` maps each module made so far to its public names. A chapter that exports nothing has the text None.
@@ -192,18 +193,11 @@ def module(source, made, texts):
             raise ValueError(f"makes k3lib.{name}, which is made already")
     except (ValueError, SyntaxError) as error:
         raise Refused(f"{place(source)}: {error}") from None
-    title = chapter(source).cells[0].source.splitlines()[0].lstrip("# ")
     public = [n for n in names if not n.startswith("_")]
     listing = textwrap.fill(", ".join(f'"{n}"' for n in public), 116, initial_indent="    ", subsequent_indent="    ")
-    # until the cache of machine code looks at all sources itself: numba's looks at one file's time and size only
-    built_on = "".join(
-        f"# built on {other} {hashlib.sha256(texts[other].encode()).hexdigest()[:12]}\n"
-        for other in dict.fromkeys(other for other, _ in book_imports(tree))
-        if other in texts and "njit(" in body
-    )
     text = (
-        f'"""{title}\n\nMade from {place(source)}: edit that, then run `make export`.\n"""\n\n'
-        f"{built_on}{body}\n\n\n__all__ = [\n{listing},\n]\n"
+        f'"""{title(source)}\n\nMade from {place(source)}: edit that, then run `make export`.\n"""\n\n'
+        f"{body}\n\n\n__all__ = [\n{listing},\n]\n"
     )
     return text, set(public), [f"{place(source)} {wrong}" for wrong in wrong_imports(tree, made)]
 
@@ -212,7 +206,7 @@ def modules():
     "Module name -> text, in the order of the chapters, and all sentences on imports that break the book's rules."
     made, texts, wrong = {}, {}, []
     for source in sources():
-        text, names, sentences = module(source, made, texts)
+        text, names, sentences = module(source, made)
         if text is not None:
             made[source.stem[3:]], texts[source.stem[3:]] = names, text
             wrong += sentences
@@ -293,13 +287,62 @@ def wide_lines(source):
             yield f"{place(source)}:{n} has {len(line)} columns, more than {WIDTH}"
 
 
+CONTENTS = "[contents](../README.md)"
+
+
+def title(source):
+    "The first heading of a chapter, which begins with its number."
+    return re.search(r"^# # (.*)", read(source), re.M)[1]
+
+
+def navigation(source):
+    "The lines of a chapter that lead to the chapter before, the contents and the chapter after."
+    order = sources()
+    at = order.index(source)
+
+    def link(other):
+        path = Path(os.path.relpath(other.with_suffix(".ipynb"), source.parent)).as_posix()
+        return f"[{title(other)}]({path})"
+
+    links = [*map(link, order[max(0, at - 1) : at]), CONTENTS, *map(link, order[at + 1 : at + 2])]
+    return " ·\n".join(links)
+
+
+def with_navigation(source, prose):
+    "The chapter's first cell with its paragraph of links made anew; the text itself where it has none."
+    return re.sub(
+        r"(?:^.+\n)*?^.*" + re.escape(CONTENTS) + r".*(?:\n.+)*",
+        lambda _: navigation(source),
+        prose,
+        count=1,
+        flags=re.M,
+    )
+
+
+def wrong_links(source):
+    "Sentences: links to chapters that do not exist or have another number than the link says."
+    for cell in chapter(source).cells:
+        if cell.cell_type == "markdown":
+            for number, path in re.findall(r"\[(\d+\.\d+)\b[^\]]*\]\(([^)#]*\.ipynb)", cell.source):
+                other = (source.parent / path).with_suffix(".py").resolve()
+                if not other.exists():
+                    yield f"{place(source)} links to {path}, which has no source"
+                elif title(other).split()[0] != number:
+                    yield f"{place(source)} calls {path} {number}, but it is {title(other).split()[0]}"
+
+
 def tidy_source(source):
-    "The chapter's text as jupytext writes it: no header, no metadata of a cell but its tags, prose wrapped."
+    """The chapter's text as jupytext writes it: no header, no metadata of a cell but its tags.
+
+    Prose is wrapped, and the links to its neighbours are made anew.
+    """
     nb = chapter(source)
     nb.metadata = nbformat.from_dict({"jupytext": FILTERS})
     for cell in nb.cells:
         if cell.cell_type == "markdown":
             cell.source = wrapped(cell.source)
+        if cell is nb.cells[0]:
+            cell.source = with_navigation(source, cell.source)
         cell.metadata = nbformat.from_dict({"tags": cell.metadata.tags} if "tags" in cell.metadata else {})
     return jupytext.writes(nb, fmt="py:percent")
 
@@ -349,6 +392,9 @@ def stale_chapter(source):
     "Pairs: what is wrong with the chapter or its .ipynb, and the command that mends it."
     if has_metadata(source):
         yield f"{place(source)} holds metadata that Jupyter saved", "make tidy"
+    first = chapter(source).cells[0].source
+    if with_navigation(source, first) != first:
+        yield f"{place(source)} has stale links to its neighbours", "make tidy"
     path = source.with_suffix(".ipynb")
     if not path.exists():
         yield f"{place(path)} is missing", run_command(source)
@@ -468,7 +514,7 @@ def main(arguments=None):
     except Refused as refused:
         sys.exit(str(refused))
     if args.check:
-        wrong += [sentence for source in sources() for sentence in wide_lines(source)]
+        wrong += [sentence for source in sources() for sentence in (*wide_lines(source), *wrong_links(source))]
         stale = list(check(texts))
         commands = dict.fromkeys(f"run: {command}" for _, command in stale)
         sys.exit("\n".join([*wrong, *(what for what, _ in stale), *commands]) if wrong or stale else 0)

@@ -1,6 +1,6 @@
-"""1.5 Exponential, tanh, sigmoid and RMSNorm with the same bits everywhere
+"""1.6 Exponential, tanh, sigmoid and RMSNorm with the same bits everywhere
 
-Made from book/01_mxfp4/05_functions.py: edit that, then run `make export`.
+Made from book/01_mxfp4/06_functions.py: edit that, then run `make export`.
 """
 
 import numpy as np

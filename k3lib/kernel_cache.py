@@ -1,6 +1,6 @@
-"""1.0 Kernels: compiled once, never stale
+"""1.2 Kernels: compiled once, never stale
 
-Made from book/01_mxfp4/00_kernel_cache.py: edit that, then run `make export`.
+Made from book/01_mxfp4/02_kernel_cache.py: edit that, then run `make export`.
 """
 
 import contextlib

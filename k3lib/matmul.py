@@ -1,6 +1,6 @@
-"""1.4 One row, one order
+"""1.5 One row, one order
 
-Made from book/01_mxfp4/04_matmul.py: edit that, then run `make export`.
+Made from book/01_mxfp4/05_matmul.py: edit that, then run `make export`.
 """
 
 import math

@@ -1,6 +1,6 @@
-"""1.3 Threads that share a kernel's work
+"""1.4 Threads that share a kernel's work
 
-Made from book/01_mxfp4/03_parallel.py: edit that, then run `make export`.
+Made from book/01_mxfp4/04_parallel.py: edit that, then run `make export`.
 """
 
 import os

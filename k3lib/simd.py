@@ -1,6 +1,6 @@
-"""1.2 Sixteen lanes as one value
+"""1.3 Sixteen lanes as one value
 
-Made from book/01_mxfp4/02_simd.py: edit that, then run `make export`.
+Made from book/01_mxfp4/03_simd.py: edit that, then run `make export`.
 """
 
 from collections.abc import Callable, Iterator

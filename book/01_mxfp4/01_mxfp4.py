@@ -5,7 +5,8 @@
 # this chapter you can decode a block on paper, recognise four wrong readings of the same bytes, and say what the
 # format costs.
 #
-# [contents](../README.md) · [1.2 Sixteen lanes as one value](02_simd.ipynb)
+# [contents](../README.md) ·
+# [1.2 Kernels: compiled once, never stale](02_kernel_cache.ipynb)
 
 # %%
 from pathlib import Path
@@ -133,7 +134,7 @@ for byte in (0, 1, 127, 254, 255):
 # %% [markdown]
 # ## 1.1.3 The slow, certain product
 #
-# Decode, widen to float64, multiply, sum. The fast product of chapter 1.4 must agree with it to the fixture's
+# Decode, widen to float64, multiply, sum. The fast product of chapter 1.5 must agree with it to the fixture's
 # tolerance:
 # 1e-5 of the largest output, more than ten times the distance between float32 and float64 arithmetic here.
 
@@ -268,5 +269,5 @@ print(f"one token, 92 x 16: {92 * 16 * weights / 1e9:.1f} G weights, {92 * 16 * 
 #    keeps every bit, minus zero included. (`quantise` above loses it. Where?)
 # 2. Give K3 groups of 16 instead of 32 weights a scale. How many bits a weight, how many bytes an expert?
 #
-# Next: [1.2](02_simd.ipynb) makes sixteen float32 lanes one value of the language, for sums with the same bits on any
-# CPU.
+# Next: [1.2](02_kernel_cache.ipynb) keeps compiled kernels on disk and never runs a stale one. On a first reading go on
+# to [1.3](03_simd.ipynb), which makes sixteen float32 lanes one value of the language.

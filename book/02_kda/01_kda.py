@@ -6,7 +6,9 @@
 # token by token or in chunks with the same bits, break it in fourteen ways that still look like attention, and say what
 # its memory costs: 434 MB + 31 MB, at any length.
 #
-# [1.5 Exponential, tanh, sigmoid and RMSNorm with the same bits everywhere](../01_mxfp4/05_functions.ipynb) · [contents](../README.md) · [3.1 Gated MLA: attention that caches 576 numbers](../03_mla/01_mla.ipynb)
+# [1.6 Exponential, tanh, sigmoid and RMSNorm with the same bits everywhere](../01_mxfp4/06_functions.ipynb) ·
+# [contents](../README.md) ·
+# [3.1 Gated MLA: attention that caches 576 numbers](../03_mla/01_mla.ipynb)
 #
 # | symbol | meaning | shape in K3 | in code |
 # |---|---|---|---|
@@ -202,7 +204,6 @@ rejects(fixture["y_from_state"], {
     "history newest first": conv64(x, weight, fixture["initial_state"][::-1]),
     "history forgotten": conv64(x, weight),
 })
-
 
 # %% [markdown]
 # ## 2.1.3 Keys of length one
@@ -638,7 +639,6 @@ for d in (128, 35):
     print(f"head of {d}: one row and four rows a pass give the same bits: {same}")
     assert same
 
-
 # %% [markdown]
 # The clock, over one token's worth of state, 434 MB. Beside the rungs run two loops that do nothing but move it: one
 # reads it, one reads and writes it. They take turns layer by layer, each at a layer the others have long left, and the
@@ -706,12 +706,12 @@ for name, seconds in took.items():
     print(f"{name:24} {seconds * 1e3:9.1f} ms {rate:11.1f} GB/s {ratio:20.2f} x")
 del states
 
+
 # %% [markdown]
 # The last column of the four-row kernel says that memory does not set its pace: it takes clearly longer than the loop
 # that moves the same bytes and computes nothing. It reads each head twice, the second time from L2, and does three
 # multiply-adds and a product for each number. The states still cross the memory bus only once in each direction, and
 # all 69 layers together cost a few percent of a token.
-
 
 # %% [markdown]
 # ## 2.1.7 What the state remembers

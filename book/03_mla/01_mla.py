@@ -6,7 +6,9 @@
 # from that cache, token by token or in chunks with the same bits, and break it in six ways that still look like
 # attention.
 #
-# [2.1 Kimi Delta Attention: a memory that never grows](../02_kda/01_kda.ipynb) · [contents](../README.md) · [3.2 Block attention residuals: a layer chooses its depth](02_residual.ipynb)
+# [2.1 Kimi Delta Attention: a memory that never grows](../02_kda/01_kda.ipynb) ·
+# [contents](../README.md) ·
+# [3.2 Block attention residuals: a layer chooses its depth](02_residual.ipynb)
 #
 # | symbol | meaning | shape in K3 | in code |
 # |---|---|---|---|
@@ -278,7 +280,6 @@ apart = max(abs(o - by_position) for o in others) / abs(by_position)
 print("all within 1e-5:", apart < 1e-5, "  all the same bits:", all(o == by_position for o in others))
 assert apart < 1e-5 and not all(o == by_position for o in others)
 
-
 # %% [markdown]
 # ## 3.1.5 The kernel, part by part
 #
@@ -416,7 +417,7 @@ def _context1(cache, start, weights, context, m, end):
 
 # %% [markdown]
 # Scores are a matrix product with the cache as the weights: each row is stored once and meets every head's query, as a
-# row of $W$ meets every token. So it is the product of chapter 1.4, four rows by four queries: a cache row is loaded
+# row of $W$ meets every token. So it is the product of chapter 1.5, four rows by four queries: a cache row is loaded
 # once for four heads, and no dot product depends on its neighbours.
 #
 # The four queries may be heads of one token, which see the same positions, or reach into the next token, which sees one
@@ -622,7 +623,6 @@ for shape in ((5, 7, 3, 9, 50, 11, 130, 1), (4, 16, 4, 8, 96, 9, 60, 1), (1, 12,
         assert np.isfinite(y).all() and far < (1e-4 if hot > 1 else TOLERANCE), (heads_, kind, far)
     print(f"{heads_} heads, key {nope_}+{rope_}, value {v_}, latent {latent_}, "
           f"{pos}+{T} positions, scores x{hot}: fits")
-
 
 # %% [markdown]
 # The hot case is allowed 1e-4: a score near 1,000 carries the absolute error of float32 there, and $e^s$ turns it into

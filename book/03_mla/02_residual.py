@@ -6,7 +6,9 @@
 # far. At the end you can mix, carry the blocks through the layers of any model, and show eleven wrong versions failing
 # their gates.
 #
-# [3.1 Gated MLA: attention that caches 576 numbers](01_mla.ipynb) · [contents](../README.md) · [4.1 The router: sixteen of 896, steered by a bias](../04_moe_router/01_router.ipynb)
+# [3.1 Gated MLA: attention that caches 576 numbers](01_mla.ipynb) ·
+# [contents](../README.md) ·
+# [4.1 The router: sixteen of 896, steered by a bias](../04_moe_router/01_router.ipynb)
 #
 # | symbol | meaning | shape in K3 | in code |
 # |---|---|---|---|

@@ -5,7 +5,9 @@
 # the end you can write that choice down exactly, ties included, and show six wrong versions that still look like a
 # router.
 #
-# [3.2 Block attention residuals: a layer chooses its depth](../03_mla/02_residual.ipynb) · [contents](../README.md) · [4.2 Latent experts: sixteen in half the width, two that always speak](02_moe.ipynb)
+# [3.2 Block attention residuals: a layer chooses its depth](../03_mla/02_residual.ipynb) ·
+# [contents](../README.md) ·
+# [4.2 Latent experts: sixteen in half the width, two that always speak](02_moe.ipynb)
 #
 # | symbol | meaning | shape in K3 | in code |
 # |---|---|---|---|

@@ -5,7 +5,9 @@
 # can run one such layer from packed weights, fetch each expert once for a whole chunk, and get the same bytes in
 # whatever order they arrive.
 #
-# [4.1 The router: sixteen of 896, steered by a bias](01_router.ipynb) · [contents](../README.md) · [5.1 What depends on the operating system](../05_streaming/01_system.ipynb)
+# [4.1 The router: sixteen of 896, steered by a bias](01_router.ipynb) ·
+# [contents](../README.md) ·
+# [5.1 What depends on the operating system](../05_streaming/01_system.ipynb)
 #
 # | symbol | meaning | shape in K3 | in code |
 # |---|---|---|---|
@@ -178,6 +180,7 @@ for bound in (-25, 25):
 right.set(xlabel="up", ylabel="factor", ylim=(-60, 60), title="the up side at ±25")
 left.legend(), right.legend()
 plt.show()
+
 
 # %% [markdown]
 # ## 4.2.3 The dense MLP, used twice
@@ -429,6 +432,7 @@ for change in (lambda ids: ids[:-1], lambda ids: ids + ids[:1], lambda ids: [str
         routed_sum(faulty, z[:1], ids[:1], weights[:1], SITU, CORES)
     except RuntimeError as error:
         print(error)
+
 
 # %% [markdown]
 # ## 4.2.6 The layer

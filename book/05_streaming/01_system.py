@@ -49,7 +49,6 @@ try:
 except ImportError:  # Windows
     fcntl = resource = None
 
-
 # %%
 import tempfile
 from contextlib import contextmanager
@@ -107,6 +106,7 @@ with path.open("rb", buffering=0) as file:
     with without(os, "preadv"):
         assert pread(file.fileno(), four, 7) == 4 and bytes(four) == bytes([7, 8, 9, 10])
         assert pread(file.fileno(), four, 254) == 2 and pread(file.fileno(), four, 256) == 0
+
 
 # %% [markdown]
 # ## 5.1.2 Past the page cache
@@ -175,6 +175,7 @@ with without(os, "O_DIRECT", "posix_fadvise"):
     assert not keep_uncached(fd) and os.read(fd, 3) == b"\0\1\2"
     forget_pages(fd, 0, 256), expect_sequential(fd), os.close(fd)
 
+
 # %% [markdown]
 # `O_DIRECT` also wants memory at a page boundary. `mmap` gives whole pages, zero, and takes none of the machine's
 # memory before they are written. Private pages need no file behind them; Windows has only its own kind.
@@ -229,6 +230,7 @@ with sparse.open("rb") as file:
     print(*data_runs(file.fileno(), 0, 1 << 24), f"; {disk_bytes(os.stat(sparse)):,} of {1 << 24:,} bytes on the disk")
     with without(os, "SEEK_DATA"):
         assert list(data_runs(file.fileno(), 0, 1 << 24)) == [(0, 1 << 24)]
+
 
 # %% [markdown]
 # ## 5.1.4 A name that lasts
@@ -384,9 +386,10 @@ def make_nonblocking(fd: int) -> None:
 scratch.cleanup()
 
 # %% [markdown]
-# One dependence is on the processor, not on the system. The weights are little-endian, and the kernels take their bytes as
-# they lie in the file. On a big-endian processor every number would be wrong and nothing would fail, so `import k3lib`
-# refuses it there; it is the one check that cannot wait for this chapter, because the kernels are made in the first.
+# One dependence is on the processor, not on the system. The weights are little-endian, and the kernels take their bytes
+# as they lie in the file. On a big-endian processor every number would be wrong and nothing would fail, so `import
+# k3lib` refuses it there; it is the one check that cannot wait for this chapter, because the kernels are made in the
+# first.
 #
 # ## 5.1.7 Summary
 #

@@ -5,7 +5,8 @@
 # exchanged. At the end of this chapter you can read a file so that no such fault passes for data, and write one so
 # that a power cut leaves the old file or the new, never half of either.
 #
-# [5.1 What depends on the operating system](01_system.ipynb) · [contents](../README.md) ·
+# [5.1 What depends on the operating system](01_system.ipynb) ·
+# [contents](../README.md) ·
 # [5.3 A config that is believed, or refused](03_config.ipynb)
 
 # %% tags=["export"]
@@ -21,12 +22,12 @@ from typing import BinaryIO
 
 from k3lib.system import pread, sync_folder
 
-
 # %%
 import tempfile
 
 scratch = tempfile.TemporaryDirectory()
 folder = Path(scratch.name)
+
 
 # %% [markdown]
 # ## 5.2.1 Three kinds of error
@@ -220,6 +221,7 @@ before = fingerprint(os.stat(folder / "three"))
 (folder / "other").write_bytes(b"abc")
 os.replace(folder / "other", folder / "three")
 assert fingerprint(os.stat(folder / "three")) != before, "equal bytes, another file"
+
 
 # %% [markdown]
 # ## 5.2.5 Written whole

@@ -5,7 +5,8 @@
 # chapter you can turn that file into 30 numbers that the rest of the book relies on, or say in one line why you will
 # not.
 #
-# [5.2 Files read whole or refused, written whole or not at all](02_fileio.ipynb) · [contents](../README.md) ·
+# [5.2 Files read whole or refused, written whole or not at all](02_fileio.ipynb) ·
+# [contents](../README.md) ·
 # [5.4 The one table of tensors](04_tensors.ipynb)
 
 # %%
@@ -452,6 +453,7 @@ for name in ("hidden_size", "num_hidden_layers", "vocab_size", "num_experts", "n
     print(f"{name:22s} {getattr(k3, name):>10,} {getattr(small, name):>8,}")
 assert (len(k3.kda_layers), len(k3.mla_layers)) == (69, 24) and not is_synthetic(MODEL)
 
+
 # %% [markdown]
 # ## 5.3.7 Two traps of the layer lists
 #
@@ -480,6 +482,7 @@ ax.set_xticks(range(0, 93, 12))
 ax.set_xlabel("layer, counted from 0 (dark: MLA, light: KDA, dot: wrong kind)")
 ax.set_title(f"Misread lists move {wrong[1]} of 93 layers; the rule of four misses {wrong[2]}, the last")
 plt.show()
+
 
 # %% [markdown]
 # Neither crashes here. What refuses both is the list of tensors that they lead to, which is not the list in the files

@@ -5,7 +5,8 @@
 # two. At the end you can say of any tensor what it is called, which type and shape it has, which part of the model it
 # belongs to, and when the forward pass uses it, and refuse files that do not hold exactly these tensors.
 #
-# [5.3 A config that is believed, or refused](03_config.ipynb) · [contents](../README.md) ·
+# [5.3 A config that is believed, or refused](03_config.ipynb) ·
+# [contents](../README.md) ·
 # [5.5 Headers, and half a million tensors in four columns](05_header.ipynb)
 
 # %% [markdown]
@@ -32,7 +33,6 @@ from typing import Any, NamedTuple, Protocol
 from k3lib.config import Config
 from k3lib.fileio import CheckpointError
 
-
 # %%
 import json
 import math
@@ -48,6 +48,7 @@ ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_
 plt.style.use(ROOT / "book" / "k3.mplstyle")
 MODEL = ROOT / "fixtures/oracle13/model"
 small, k3 = read_config(MODEL), read_config(ROOT / "fixtures/k3")
+
 
 # %% [markdown]
 # ## 5.4.1 The table
@@ -104,7 +105,6 @@ _MLA = _rows(
     ("kv_b_proj", "BF16", "K c", "kv_b_proj.weight", "r"),
     ("g_proj", "BF16", "O H"), ("o_proj", "BF16", "H O"),
 )
-
 
 # %% [markdown]
 # The feed-forward half is one dense MLP in the first layer, latent experts above it. The router comes first: until it
@@ -250,6 +250,7 @@ for name in expert_name(92, 895, "w1"), "lm_head.weight", "a.007.b", "a.#.5":
     assert join_name(*split_name(name)) == name
     print(*split_name(name))
 
+
 # %% [markdown]
 # From a pattern follow a tensor's place and its part. A report counts bytes of the trunk, of experts, and of the
 # rest; the census of 5.6 divides the rest further.
@@ -383,7 +384,6 @@ print(f"{len(bytes_of):,} tensors, {sum(bytes_of.values()):,} bytes")
 assert len(bytes_of) == 497_220 - 168
 assert sum(bytes_of.values()) == 1_560_860_324_864 - 92_289_024 - 802_428_928
 
-
 # %% [markdown]
 # This list is the gate for the layer lists of 5.3.7. Read from zero, or replaced by the rule of four, they lead to
 # other tensors than the embedded model holds: its last two layers are both MLA as well.
@@ -397,6 +397,7 @@ for label, mla in (("the lists", small.mla_layers), ("counted from 0", {L + 1 fo
     absent = sum(stored.get(name) != (dtype, shape) for name, dtype, shape in text_tensors(misread))
     print(f"{label:15} {absent:3} of {len(implied)} tensors not as stored")
     assert (absent == 0) == (label == "the lists")
+
 
 # %% [markdown]
 # ## 5.4.4 The order of the forward pass
@@ -435,6 +436,7 @@ others = implied.keys() - {*order} - {EMBED}
 assert len({*order}) == len(order) and {*order} <= implied.keys()
 assert all(part_of(name) == "experts" for name in others)
 print(len(implied), "=", len(order), "in the order +", len(others), "of experts + 1 embedding")
+
 
 # %% [markdown]
 # Two questions that streaming asks of a name. A matrix can arrive row by row; vectors, convolutions and projections to

@@ -5,7 +5,8 @@
 # says where its tensors lie. After this chapter you can read such a header, refuse one that does not add up, and keep
 # the places of all 497,220 tensors in 12 MB.
 #
-# [5.4 The one table of tensors](04_tensors.ipynb) · [contents](../README.md) ·
+# [5.4 The one table of tensors](04_tensors.ipynb) ·
+# [contents](../README.md) ·
 # [5.6 Where 1.56 TB lie](06_census.ipynb)
 
 # %% [markdown]

@@ -5,7 +5,8 @@
 # The headers alone answer. At the end of this chapter you can count a checkpoint of any size without reading one
 # weight.
 #
-# [5.5 Headers, and half a million tensors in four columns](05_header.ipynb) · [contents](../README.md) ·
+# [5.5 Headers, and half a million tensors in four columns](05_header.ipynb) ·
+# [contents](../README.md) ·
 # [5.7 A checkpoint, opened](07_checkpoint.ipynb)
 
 # %% tags=["parameters"]
@@ -85,6 +86,7 @@ PUBLISHED = {1: 2_341_216_112, 2: 16_990_911_504, 4: 16_567_501_776, 93: 16_567_
 if (layers, experts) == (93, 896):
     assert all(k3.file_sizes[i - 1] == size for i, size in PUBLISHED.items())
 print(f"{len(k3.patterns)} patterns of names, {len(k3.kinds)} kinds of dtype and shape")
+
 
 # %% [markdown]
 # ## 5.6.2 Rows by part

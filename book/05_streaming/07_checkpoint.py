@@ -5,8 +5,9 @@
 # can open one from its headers alone, refuse it if a file is missing or list and files disagree, and read any of its
 # tensors.
 #
-# [5.6 Where 1.56 TB lie](06_census.ipynb) · [contents](../README.md) ·
-# [5.8 Ninety-three layers, walked once a token](08_model.ipynb)
+# [5.6 Where 1.56 TB lie](06_census.ipynb) ·
+# [contents](../README.md) ·
+# [5.8 Ninety-three layers, one forward pass a token](08_model.ipynb)
 
 # %% tags=["parameters"]
 layers = 93  # of the sparse copy of the released shape, section 5.7.5

@@ -13,7 +13,9 @@
 #
 # Needs chapters 2.1 to 4.2 (the layers), 5.3 (the config), 5.4 (names) and 5.6 (the checkpoint). Runs in half a minute.
 #
-# [5.6 Where every weight lies](06_checkpoint.ipynb) · [contents](../README.md) · [5.9 Past the page cache](09_disk.ipynb)
+# [5.7 A checkpoint, opened](07_checkpoint.ipynb) ·
+# [contents](../README.md) ·
+# [5.9 Past the page cache](09_disk.ipynb)
 #
 # | symbol | meaning | shape | in code |
 # |---|---|---|---|
@@ -314,7 +316,7 @@ class ResidualStream:
 # pass the names come in one fixed order, `forward_order` of chapter 5.4; that is what lets a streamed matrix be read
 # before it is asked for.
 #
-# Layers know arrays and no names. When a product comes out infinite (1.4.4), they can say "output row 17" and no more.
+# Layers know arrays and no names. When a product comes out infinite (1.5.4), they can say "output row 17" and no more.
 # The weights of the pass know which name was taken last, so the error leaves the model with that name.
 
 # %% tags=["export"]

@@ -1,7 +1,9 @@
 # %% [markdown]
 # # 5.9 Past the page cache
 #
-# [5.8 Ninety-three layers, walked once a token](08_model.ipynb) · [contents](../README.md) · [5.10 How a budget's bytes are laid out](10_layout.ipynb)
+# [5.8 Ninety-three layers, one forward pass a token](08_model.ipynb) ·
+# [contents](../README.md) ·
+# [5.10 How a budget's bytes are laid out](10_layout.ipynb)
 
 # %%
 import hashlib
@@ -52,13 +54,15 @@ ARRAY_DTYPE = {"BF16": np.uint16, "F32": np.float32, "U8": np.uint8}
 
 
 # %% [markdown]
-# With one slot the times add up: $6(2 + 1)$. With two they overlap, and what remains is the slower of the two plus one lead-in:
-# $6 \cdot 2 + 1$. More slots change nothing here; they are for reads and products that do not always take equally long.
+# With one slot the times add up: $6(2 + 1)$. With two they overlap, and what remains is the slower of the two plus one
+# lead-in: $6 \cdot 2 + 1$. More slots change nothing here; they are for reads and products that do not always take
+# equally long.
 #
 # ## 5.9.1 Memory of our own
 #
-# Mapping the file would be less code. But every mapped page that a product touches counts as resident until the kernel takes it
-# back, and the kernel takes it back when it likes. One pass over a mapped file of 64 MB, and one through a 1 MB buffer of our own:
+# Mapping the file would be less code. But every mapped page that a product touches counts as resident until the kernel
+# takes it back, and the kernel takes it back when it likes. One pass over a mapped file of 64 MB, and one through a 1
+# MB buffer of our own:
 
 # %% tags=["export"]
 def page_buffer(nbytes):
@@ -108,13 +112,15 @@ assert through_a_buffer()[0] == top
 print(f"mapped: {grown - before:.0f} MB more in memory; through a buffer: {through_a_buffer()[1] - before_buffer:.0f} MB more")
 
 # %% [markdown]
-# A budget needs memory whose size we chose: anonymous, private, reused, and aligned to pages because the next section asks for it.
+# A budget needs memory whose size we chose: anonymous, private, reused, and aligned to pages because the next section
+# asks for it.
 #
 # ## 5.9.2 Reading past the page cache
 #
 # A buffered read moves every byte twice and leaves a copy in the page cache, which for a walk of 108.8 GB only pushes
-# out what someone else wanted. `O_DIRECT` moves bytes from the device to our buffer. Its price: offset, length and address must
-# be whole pages, so an extent is *widened* to the pages it touches, and what comes back is an index into the buffer.
+# out what someone else wanted. `O_DIRECT` moves bytes from the device to our buffer. Its price: offset, length and
+# address must be whole pages, so an extent is *widened* to the pages it touches, and what comes back is an index into
+# the buffer.
 
 # %% tags=["export"]
 _READ_ONLY, _DIRECT = os.O_RDONLY | getattr(os, "O_BINARY", 0), getattr(os, "O_DIRECT", 0)
@@ -218,9 +224,9 @@ else:
         return len(data)
 
 # %% [markdown]
-# Some file systems refuse, at open or only at the first read. Then reads are buffered and their pages are dropped behind them. The
-# first descriptor stays open all the same: another reader may be inside a call on it, and a closed descriptor's number is soon another
-# file's.
+# Some file systems refuse, at open or only at the first read. Then reads are buffered and their pages are dropped
+# behind them. The first descriptor stays open all the same: another reader may be inside a call on it, and a closed
+# descriptor's number is soon another file's.
 #
 # Any extent of a small file, against the plain bytes:
 
@@ -239,8 +245,8 @@ print("300 extents read exactly: True; bytes 4095 to 4097 lie in", small.read(pa
 print("this file is read", small.how)
 
 # %% [markdown]
-# **What failed first.** A direct read that comes back short is asked again from the last whole page. At a file cut off in the middle of
-# a page that is the same page again, for ever. Less than a page of progress means the end:
+# **What failed first.** A direct read that comes back short is asked again from the last whole page. At a file cut off
+# in the middle of a page that is the same page again, for ever. Less than a page of progress means the end:
 
 # %%
 try:
@@ -253,11 +259,12 @@ small.close()
 
 
 # %% [markdown]
-# All shards together, with the account of what was read for which part, and what that came to in whole pages. `log` keeps an event
-# a read for the timelines below.
+# All shards together, with the account of what was read for which part, and what that came to in whole pages. `log`
+# keeps an event a read for the timelines below.
 #
-# A shard that is written to, replaced or cut off during a run would mix two models in one answer. So each must be the file whose header was
-# read, and `check` asks again when a pass has ended. A read that does not end cannot be told from one that is slow: it is waited for, and said.
+# A shard that is written to, replaced or cut off during a run would mix two models in one answer. So each must be the
+# file whose header was read, and `check` asks again when a pass has ended. A read that does not end cannot be told from
+# one that is slow: it is waited for, and said.
 
 # %% tags=["export"]
 class Event(NamedTuple):
@@ -426,8 +433,8 @@ def _watch(files, over):
 
 
 # %% [markdown]
-# A header can have any length, so a bf16 matrix may begin at an odd address. Kernels take aligned arrays only; such data is moved to the
-# front of its slot, inside the slot.
+# A header can have any length, so a bf16 matrix may begin at an odd address. Kernels take aligned arrays only; such
+# data is moved to the front of its slot, inside the slot.
 
 # %% tags=["export"]
 def typed(buffer, start, nbytes, dtype):
@@ -449,13 +456,14 @@ READ_UNIT = 3 << 18  # bytes read and multiplied at a time: two readers' pieces 
 
 
 # %% [markdown]
-# What did not help: huge pages for the slots; a Python call a megabyte (at K3's 111 GB a token that is 110,000 calls, and two readers stand in
-# line for one interpreter); reading far ahead, because what waits has left the cache when its turn comes. What did: the compiled loop; one counter
-# for the pieces of a matrix instead of a lock a block; waking a thread only when there is something for it; a block or two of the next matrix read
-# while this one is multiplied, so that a device is never idle; slots that go out last in, first out.
+# What did not help: huge pages for the slots; a Python call a megabyte (at K3's 111 GB a token that is 110,000 calls,
+# and two readers stand in line for one interpreter); reading far ahead, because what waits has left the cache when its
+# turn comes. What did: the compiled loop; one counter for the pieces of a matrix instead of a lock a block; waking a
+# thread only when there is something for it; a block or two of the next matrix read while this one is multiplied, so
+# that a device is never idle; slots that go out last in, first out.
 #
-# How many readers a device wants is measured, on the device. Pieces come from all over a file, once each; the fewest readers that come
-# within a tenth of the best rate are enough, and to them come those that multiply meanwhile.
+# How many readers a device wants is measured, on the device. Pieces come from all over a file, once each; the fewest
+# readers that come within a tenth of the best rate are enough, and to them come those that multiply meanwhile.
 
 # %% tags=["export"]
 def read_rates(path, counts=(1, 2, 4, 8, 16), seconds=0.4):

@@ -1,11 +1,13 @@
 # %% [markdown]
 # # 5.10 How a budget's bytes are laid out
 #
-# Whatever the budget is, the same forward pass runs; only where the bytes wait differs. This chapter computes that place for every tensor,
-# once: which rows of a matrix are read together, how many buffers they go through, what an expert needs. At the end you can say
-# from a tensor's shape alone how much memory it takes while it streams.
+# Whatever the budget is, the same forward pass runs; only where the bytes wait differs. This chapter computes that
+# place for every tensor, once: which rows of a matrix are read together, how many buffers they go through, what an
+# expert needs. At the end you can say from a tensor's shape alone how much memory it takes while it streams.
 #
-# [5.9 Past the page cache](09_disk.ipynb) · [contents](../README.md) · [5.11 One reader pool](11_prefetch.ipynb)
+# [5.9 Past the page cache](09_disk.ipynb) ·
+# [contents](../README.md) ·
+# [5.11 One reader pool](11_prefetch.ipynb)
 #
 # | word | meaning | in code |
 # |---|---|---|
@@ -15,8 +17,9 @@
 # | resident | in memory from the start: vectors, and the matrices that are pinned | `ResidentTensor` |
 # | streamed | read again in every forward pass | `TrunkLayout.streamed` |
 #
-# Nothing here reads or allocates. Chapter 5.18 spends a budget and makes a `Layout`; the trunk (5.13) and the experts (5.16) are built from that
-# layout and compute no size of their own, so what was promised and what is allocated cannot differ.
+# Nothing here reads or allocates. Chapter 5.18 spends a budget and makes a `Layout`; the trunk (5.13) and the experts
+# (5.16) are built from that layout and compute no size of their own, so what was promised and what is allocated cannot
+# differ.
 
 # %% tags=["export"]
 import math
@@ -25,11 +28,12 @@ from typing import Any, NamedTuple
 from k3lib.tensors import is_matrix, is_router, part_of
 from k3lib.disk import PAGE, READ_UNIT, page_padded
 
+
 # %% [markdown]
 # ## 5.10.1 Whole rows
 #
-# A matrix is cut into blocks of whole rows, because a row's dot product is the unit whose bits are fixed (chapter 1.4). Where rows
-# belong together, as a head's key and value rows of `kv_b_proj` do, blocks keep them together.
+# A matrix is cut into blocks of whole rows, because a row's dot product is the unit whose bits are fixed (chapter 1.5).
+# Where rows belong together, as a head's key and value rows of `kv_b_proj` do, blocks keep them together.
 
 # %% tags=["export"]
 class RowBlock(NamedTuple):
@@ -77,10 +81,12 @@ print("kv_b_proj, a head's 256 rows together:", [block.rows for block in kv_b][:
 # %% [markdown]
 # ## 5.10.2 Buffers for the trunk
 #
-# A block of two megabytes is read ahead in one piece and is still in a core's cache when it is multiplied. At most three blocks wait: with
-# more, the first would have left the cache. Every reader has one buffer besides, through which it multiplies what was not read ahead.
+# A block of two megabytes is read ahead in one piece and is still in a core's cache when it is multiplied. At most
+# three blocks wait: with more, the first would have left the cache. Every reader has one buffer besides, through which
+# it multiplies what was not read ahead.
 #
-# A **router** is different. Until it has spoken no expert of its layer can be requested, so all of it is read ahead, through buffers of its own.
+# A **router** is different. Until it has spoken no expert of its layer can be requested, so all of it is read ahead,
+# through buffers of its own.
 
 # %% tags=["export"]
 BUFFER_BYTES = 2 << 20  # bytes of a buffer for row blocks, unless the matrices are smaller or one group of rows is larger
@@ -120,7 +126,8 @@ def router_buffers(extents: list) -> Buffers:
 # %% [markdown]
 # ## 5.10.3 The trunk's layout
 #
-# `trunk_layout` streams every matrix. `pin` makes some of them resident and leaves the buffers as they are, until nothing is streamed.
+# `trunk_layout` streams every matrix. `pin` makes some of them resident and leaves the buffers as they are, until
+# nothing is streamed.
 
 # %% tags=["export"]
 class ResidentTensor(NamedTuple):
@@ -185,8 +192,8 @@ def trunk_layout(extents: dict, multiples: dict, readers: int) -> TrunkLayout:
 # %% [markdown]
 # ## 5.10.4 Room for experts
 #
-# An expert that is cached needs room for its six tensors, each widened to whole pages. One that streams needs far less: the scales of one matrix,
-# which are read before its rows, and one read unit of rows.
+# An expert that is cached needs room for its six tensors, each widened to whole pages. One that streams needs far less:
+# the scales of one matrix, which are read before its rows, and one read unit of rows.
 
 # %% tags=["export"]
 def expert_slot_bytes(extents: list) -> int:

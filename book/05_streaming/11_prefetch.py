@@ -1,11 +1,14 @@
 # %% [markdown]
 # # 5.11 One reader pool
 #
-# A forward pass knows which bytes it needs next. So threads can read them while the arithmetic is busy with others, and the same threads can
-# do the arithmetic on what they have just read, while it is still in their core's cache. This chapter builds the one machine that does both, for
-# the trunk (5.13) and for the experts (5.16). At the end you can argue, on a page, why no buffer is filled while it is in use.
+# A forward pass knows which bytes it needs next. So threads can read them while the arithmetic is busy with others, and
+# the same threads can do the arithmetic on what they have just read, while it is still in their core's cache. This
+# chapter builds the one machine that does both, for the trunk (5.13) and for the experts (5.16). At the end you can
+# argue, on a page, why no buffer is filled while it is in use.
 #
-# [5.10 How a budget's bytes are laid out](10_layout.ipynb) · [contents](../README.md) · [5.12 Read, multiply, read, multiply](12_read_multiply.ipynb)
+# [5.10 How a budget's bytes are laid out](10_layout.ipynb) ·
+# [contents](../README.md) ·
+# [5.12 Read, multiply, read, multiply](12_read_multiply.ipynb)
 #
 # | word | meaning | in code |
 # |---|---|---|
@@ -19,8 +22,9 @@
 # %% [markdown]
 # ## 5.11.1 By hand: six blocks, two buffers
 #
-# A matrix of six blocks and two buffers. `r` is a read that arrives, `x` the product with its rows. Blocks are read while others are
-# multiplied, because the order is known; but no read enters a buffer before the `x` of the block in it is done.
+# A matrix of six blocks and two buffers. `r` is a read that arrives, `x` the product with its rows. Blocks are read
+# while others are multiplied, because the order is known; but no read enters a buffer before the `x` of the block in it
+# is done.
 
 # %%
 def schedule(blocks, buffers, read, multiply):
@@ -50,8 +54,9 @@ for buffers in (1, 2):
 assert [schedule(6, buffers, 2, 1)[1][-1][1] for buffers in (1, 2, 9)] == [18, 13, 13]
 
 # %% [markdown]
-# With one buffer the times add up: $6(2 + 1)$. With two they overlap, and what remains is the slower of the two plus one lead-in:
-# $6 \cdot 2 + 1$. More buffers change nothing here; they are for reads and products that do not always take equally long.
+# With one buffer the times add up: $6(2 + 1)$. With two they overlap, and what remains is the slower of the two plus
+# one lead-in: $6 \cdot 2 + 1$. More buffers change nothing here; they are for reads and products that do not always
+# take equally long.
 #
 # ## 5.11.2 Three jobs
 #
@@ -59,18 +64,21 @@ assert [schedule(6, buffers, 2, 1)[1][-1][1] for buffers in (1, 2, 9)] == [18, 1
 #
 # 1. **Work.** A block of the open batch has been read ahead: call `work(block, data)` on it.
 # 2. **Read ahead.** Read a block of a batch that is not open yet into a free buffer.
-# 3. **Stream.** Blocks of the open batch that nobody has begun to read are its *rest*. Call `stream(rest, buffer, cursor)`: it takes items of the rest
-#    from a counter that all streaming readers share, and brings each through its one buffer, reading and working in turn.
+# 3. **Stream.** Blocks of the open batch that nobody has begun to read are its *rest*. Call `stream(rest, buffer,
+#    cursor)`: it takes items of the rest from a counter that all streaming readers share, and brings each through its
+#    one buffer, reading and working in turn.
 #
-# The third job exists because choosing a job costs as much as multiplying a megabyte. A matrix of 176 MB has 85 blocks. As one job with a shared
-# counter they cost one choice a reader, and all readers finish within an item of each other.
+# The third job exists because choosing a job costs as much as multiplying a megabyte. A matrix of 176 MB has 85 blocks.
+# As one job with a shared counter they cost one choice a reader, and all readers finish within an item of each other.
 #
-# While a rest is streamed, one reader at a time still reads ahead, so that a device is never idle when the batch ends; but it never takes the last
-# free buffer. What waits longer than for a few blocks would have left the cache when its turn comes, so `read_ahead` limits what waits.
+# While a rest is streamed, one reader at a time still reads ahead, so that a device is never idle when the batch ends;
+# but it never takes the last free buffer. What waits longer than for a few blocks would have left the cache when its
+# turn comes, so `read_ahead` limits what waits.
 #
 # ## 5.11.3 What is true whenever nobody holds the lock
 #
-# An entry is a block on its way through memory. The pool's state is small enough to be written down whole; `restart` can make it from nothing.
+# An entry is a block on its way through memory. The pool's state is small enough to be written down whole; `restart`
+# can make it from nothing.
 
 # %% tags=["export"]
 import threading
@@ -157,8 +165,9 @@ class Prefetcher:
 # %% [markdown]
 # ## 5.11.4 The caller's side
 #
-# Three calls. `restart` gives a new order; what was read ahead of the old one is dropped. Because every job has ended by then, nothing of the old state is
-# needed: all buffers are free again, whatever an interrupt may have left half done.
+# Three calls. `restart` gives a new order; what was read ahead of the old one is dropped. Because every job has ended
+# by then, nothing of the old state is needed: all buffers are free again, whatever an interrupt may have left half
+# done.
 
 # %% tags=["export"]
 class Prefetcher(Prefetcher):
@@ -196,10 +205,12 @@ class Prefetcher(Prefetcher):
 
 
 # %% [markdown]
-# `map_blocks` opens a batch and returns when all of it has been worked on. It can end early in three ways: a job fails, the pool is closed, or Ctrl-C
-# interrupts the caller at any line. In all three it waits for the jobs of the batch before it raises, because they use the caller's arrays.
+# `map_blocks` opens a batch and returns when all of it has been worked on. It can end early in three ways: a job fails,
+# the pool is closed, or Ctrl-C interrupts the caller at any line. In all three it waits for the jobs of the batch
+# before it raises, because they use the caller's arrays.
 #
-# The blocks that the caller names must be the next of the order. A caller that leaves out a matrix gets an error, never the rows of another.
+# The blocks that the caller names must be the next of the order. A caller that leaves out a matrix gets an error, never
+# the rows of another.
 #
 # What is waiting? The wall time of the call, less the processor time of its arithmetic over the threads it had.
 
@@ -263,8 +274,8 @@ class Prefetcher(Prefetcher):
 # %% [markdown]
 # ## 5.11.5 The readers' side
 #
-# A reader settles its last job and chooses its next one in one visit to the lock. A finished job wakes another reader only when there is
-# something to do for it: waking a thread for nothing costs as much as a small read.
+# A reader settles its last job and chooses its next one in one visit to the lock. A finished job wakes another reader
+# only when there is something to do for it: waking a thread for nothing costs as much as a small read.
 
 # %% tags=["export"]
 class Prefetcher(Prefetcher):
@@ -303,8 +314,9 @@ class Prefetcher(Prefetcher):
 
 
 # %% [markdown]
-# Which block is read ahead? The next of the order. Once the order has been used up, as that of a request of experts is when its batch is opened, a reader
-# that may not work takes items of the rest and reads those: they become entries of the batch.
+# Which block is read ahead? The next of the order. Once the order has been used up, as that of a request of experts is
+# when its batch is opened, a reader that may not work takes items of the rest and reads those: they become entries of
+# the batch.
 
 # %% tags=["export"]
 class Prefetcher(Prefetcher):

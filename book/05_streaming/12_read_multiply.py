@@ -1,10 +1,13 @@
 # %% [markdown]
 # # 5.12 Read, multiply, read, multiply
 #
-# A reader that streams takes a unit of rows, reads it, multiplies it, and reads the next one into the same memory. This is the one place where reading and
-# multiplying meet in compiled code. At the end you can say what that is worth, on which machines, and what happens when a read goes wrong.
+# A reader that streams takes a unit of rows, reads it, multiplies it, and reads the next one into the same memory. This
+# is the one place where reading and multiplying meet in compiled code. At the end you can say what that is worth, on
+# which machines, and what happens when a read goes wrong.
 #
-# [5.11 One reader pool](11_prefetch.ipynb) · [contents](../README.md) · [5.13 The trunk: rows that arrive](13_trunk.ipynb)
+# [5.11 One reader pool](11_prefetch.ipynb) ·
+# [contents](../README.md) ·
+# [5.13 The trunk: rows that arrive](13_trunk.ipynb)
 
 # %% tags=["export"]
 import functools
@@ -27,13 +30,15 @@ from k3lib.layout import RowBlock
 # %% [markdown]
 # ## 5.12.1 Units
 #
-# A unit is small enough that two of them and a vector stay in a core's own cache. The product finds its rows there, and they are never written out to memory:
-# the next unit overwrites them. A larger unit would make calls rarer, and each byte dearer.
+# A unit is small enough that two of them and a vector stay in a core's own cache. The product finds its rows there, and
+# they are never written out to memory: the next unit overwrites them. A larger unit would make calls rarer, and each
+# byte dearer.
 #
-# Which unit does the next number of the cursor stand for? Units are not equally fast: some lie in a hole of the file or in the device's own cache,
-# some do not, and slow ones come in runs. Readers that went in file order would all meet a run at once and wait for the device with nothing left to multiply.
-# So number $p$ of $n$ stands for unit $p s \bmod n$, with $s$ near $0.38\,n$ and no common factor with $n$: the unit taken next lies far away, and a slow
-# run is met by one reader at a time.
+# Which unit does the next number of the cursor stand for? Units are not equally fast: some lie in a hole of the file or
+# in the device's own cache, some do not, and slow ones come in runs. Readers that went in file order would all meet a
+# run at once and wait for the device with nothing left to multiply. So number $p$ of $n$ stands for unit $p s \bmod n$,
+# with $s$ near $0.38\,n$ and no common factor with $n$: the unit taken next lies far away, and a slow run is met by one
+# reader at a time.
 
 # %% tags=["export"]
 GOLDEN = (3 - math.sqrt(5)) / 2  # of the units lie between two that are taken in a row: no other step keeps so many in a row apart
@@ -57,8 +62,8 @@ print("eight units are taken in the order", [p * unit_stride(8) % 8 for p in ran
 # %% [markdown]
 # ## 5.12.2 Two functions of the C library
 #
-# Compiled code calls `pread` and `clock_gettime` directly, and it takes an intrinsic each to say so. The two clocks are those of `time.perf_counter` and
-# `time.thread_time`.
+# Compiled code calls `pread` and `clock_gettime` directly, and it takes an intrinsic each to say so. The two clocks are
+# those of `time.perf_counter` and `time.thread_time`.
 
 # %% tags=["export"]
 COMPILED_READS = sys.platform == "linux" and sys.maxsize > 2**32  # elsewhere Python reads the same units
@@ -93,11 +98,12 @@ def _clock(typingctx, which):
 # %% [markdown]
 # ## 5.12.3 The loop
 #
-# One loop serves the trunk's rows and the experts' packed matrices: `scale` is None for bf16 and float32. Numba compiles only the branch that
-# a caller needs. The loop ends when the cursor gives no more, or at a unit that is not the plain case.
+# One loop serves the trunk's rows and the experts' packed matrices: `scale` is None for bf16 and float32. Numba
+# compiles only the branch that a caller needs. The loop ends when the cursor gives no more, or at a unit that is not
+# the plain case.
 #
-# What it counts it adds to five totals. Asking for processor time is a system call and costs about a microsecond, a twentieth of a unit; one unit in eight
-# is asked about and stands for the others.
+# What it counts it adds to five totals. Asking for processor time is a system call and costs about a microsecond, a
+# twentieth of a unit; one unit in eight is asked about and stands for the others.
 
 # %% tags=["export"]
 READING, WANTED, TRANSFERRED, WORKING, SAMPLED = range(5)  # seconds in reads; bytes; bytes of whole pages; processor seconds; bytes they were spent on
@@ -145,9 +151,10 @@ def _stream(source, elements, scale, x, out, cursor, totals):
 # %% [markdown]
 # ## 5.12.4 Whatever is not the plain case
 #
-# A read that fails or comes short, a matrix at an odd address, a file that is read through the page cache, a system other than Linux: the unit is then read
-# by `Files.read`, which repeats, goes on, or says which bytes of which file are missing. After it compiled code takes over again.
-# So the Python half of this function is complete by itself, and the compiled half only ever does what that half would do.
+# A read that fails or comes short, a matrix at an odd address, a file that is read through the page cache, a system
+# other than Linux: the unit is then read by `Files.read`, which repeats, goes on, or says which bytes of which file are
+# missing. After it compiled code takes over again. So the Python half of this function is complete by itself, and the
+# compiled half only ever does what that half would do.
 
 # %% tags=["export"]
 class Product(NamedTuple):

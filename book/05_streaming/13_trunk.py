@@ -1,11 +1,13 @@
 # %% [markdown]
 # # 5.13 The trunk: rows that arrive
 #
-# 108.8 GB of K3 are read for every token, whatever the token is: projections, norms, shared experts. This chapter lets a matrix
-# be multiplied that is never all in memory. At the end you can say what a block of rows goes through between the disk and the
-# dot product, and why the first gigabytes of a budget belong to the front of the forward pass.
+# 108.8 GB of K3 are read for every token, whatever the token is: projections, norms, shared experts. This chapter lets
+# a matrix be multiplied that is never all in memory. At the end you can say what a block of rows goes through between
+# the disk and the dot product, and why the first gigabytes of a budget belong to the front of the forward pass.
 #
-# [5.12 Read, multiply, read, multiply](12_read_multiply.ipynb) · [contents](../README.md) · [5.14 Which experts a run requested](14_trace.ipynb)
+# [5.12 Read, multiply, read, multiply](12_read_multiply.ipynb) ·
+# [contents](../README.md) ·
+# [5.14 Which experts a run requested](14_trace.ipynb)
 #
 # | word | meaning | in code |
 # |---|---|---|
@@ -24,14 +26,15 @@ from k3lib.layout import RowBlock, TrunkLayout
 from k3lib.prefetch import Prefetcher, items
 from k3lib.read_multiply import Product, read_multiply
 
+
 # %% [markdown]
 # ## 5.13.1 A matrix that is never all there
 #
-# A streamed matrix answers the calls of a resident one. A plain product is read and multiplied in units (5.12); work of another kind, as
-# attention with `kv_b_proj`, is called on whole blocks by the reader that has read them.
+# A streamed matrix answers the calls of a resident one. A plain product is read and multiplied in units (5.12); work of
+# another kind, as attention with `kv_b_proj`, is called on whole blocks by the reader that has read them.
 #
-# How many readers may do this at a time? If the caller gives some of the cores, as many as that. If it gives all, more than there are
-# cores: a reader that waits for its device leaves the core to another.
+# How many readers may do this at a time? If the caller gives some of the cores, as many as that. If it gives all, more
+# than there are cores: a reader that waits for its device leaves the core to another.
 
 # %% tags=["export"]
 def max_concurrent_blocks(threads: int) -> int:
@@ -89,12 +92,13 @@ class StreamedMatrix:
 # %% [markdown]
 # ## 5.13.2 The trunk
 #
-# Vectors and pinned matrices are read once. The other matrices stream, in the order of the forward pass; after the last one the first one is read again, so the
-# readers run ahead from one token into the next.
+# Vectors and pinned matrices are read once. The other matrices stream, in the order of the forward pass; after the last
+# one the first one is read again, so the readers run ahead from one token into the next.
 #
-# Some matrices are worth having whole before their turn. Until the **router** of a layer has spoken, no expert can be requested, and all of its 12.8 MB are
-# needed for that. Behind the blocks of the matrices before it, it would come last and then hold up everything. So routers have a pool of their own with
-# buffers for one router: as the router of this layer is used up, that of the next comes in, block by block, by a single reader, which has a whole layer's time.
+# Some matrices are worth having whole before their turn. Until the **router** of a layer has spoken, no expert can be
+# requested, and all of its 12.8 MB are needed for that. Behind the blocks of the matrices before it, it would come last
+# and then hold up everything. So routers have a pool of their own with buffers for one router: as the router of this
+# layer is used up, that of the next comes in, block by block, by a single reader, which has a whole layer's time.
 
 # %% tags=["export"]
 def as_float32(array: np.ndarray) -> np.ndarray:
@@ -173,8 +177,8 @@ class Trunk(Trunk):
 # %% [markdown]
 # ## 5.13.3 The gate: streamed equals resident
 #
-# One layer and a half of the embedded model, multiplied resident and through buffers of different sizes, twice over. A wrong buffer, a stale
-# block or a lost row would change bytes.
+# One layer and a half of the embedded model, multiplied resident and through buffers of different sizes, twice over. A
+# wrong buffer, a stale block or a lost row would change bytes.
 
 # %%
 import hashlib
@@ -241,9 +245,11 @@ for count, nbytes, threads in ((1, 20_000, 1), (2, 20_000, 2), (3, 50_000, 2), (
     assert products(count, nbytes, threads).tobytes() == expected.tobytes()
 print("through one buffer, two, three and forty, two forward passes each: the bytes of the resident product: True")
 
+
 # %% [markdown]
-# Three pools that break the rule, on purpose. The first lends one buffer to everybody. The second reads the block before in every other block's
-# place, the third begins the second forward pass one block late. None passes, and if there is an error it is luck.
+# Three pools that break the rule, on purpose. The first lends one buffer to everybody. The second reads the block
+# before in every other block's place, the third begins the second forward pass one block late. None passes, and if
+# there is an error it is luck.
 
 # %%
 class Hasty(Prefetcher):
@@ -289,13 +295,13 @@ for pool in (Hasty, Stuttering, Shifted):
     print(f"{pool.__name__:<11} fails the gate: True")
 
 # %% [markdown]
-# The tests go further: readers that sleep at random, every order of arrival; forward passes interrupted at every line; a matrix left out, which must be
-# an error and not a shift.
+# The tests go further: readers that sleep at random, every order of arrival; forward passes interrupted at every line;
+# a matrix left out, which must be an error and not a shift.
 #
 # ## 5.13.4 What waits for what
 #
-# A matrix of 16 MB of real bytes, eight tokens, and two ways through it: one thread that reads a block and then multiplies it, and a pool. Python reads here, so
-# that every read and every product can leave an event.
+# A matrix of 16 MB of real bytes, eight tokens, and two ways through it: one thread that reads a block and then
+# multiplies it, and a pool. Python reads here, so that every read and every product can leave an event.
 
 # %%
 width = 4096
@@ -363,12 +369,13 @@ plt.show()
 assert len(results) == 1
 
 # %% [markdown]
-# In the first picture nothing overlaps. In the second every reader goes through blocks of its own, and what one waits for another does not.
+# In the first picture nothing overlaps. In the second every reader goes through blocks of its own, and what one waits
+# for another does not.
 #
 # ## 5.13.5 Making it fast
 #
-# Is the compiled loop of 5.12 worth its room? Against it stands the same loop in Python, unit by unit. One token, a 64 MB matrix, from this disk and from
-# holes, which the kernel fills with zeros as fast as it can write:
+# Is the compiled loop of 5.12 worth its room? Against it stands the same loop in Python, unit by unit. One token, a 64
+# MB matrix, from this disk and from holes, which the kernel fills with zeros as fast as it can write:
 
 # %% tags=["nbval-ignore-output"]
 from k3lib import read_multiply as loops
@@ -396,8 +403,10 @@ for where in ("matrix", "holes"):
     print(f"{where:<10}{rate(where, True):>10.1f}{rate(where, False):>10.1f}  GB/s")
 shutil.rmtree(scratch)
 
+
 # %% [markdown]
-# Measured with more care, two readers and two cores, against the leanest Python loop that can be written (file opened once a matrix, no lock a unit):
+# Measured with more care, two readers and two cores, against the leanest Python loop that can be written (file opened
+# once a matrix, no lock a unit):
 #
 # | bytes from | compiled, GB/s | Python, GB/s | Python takes |
 # |---|---|---|---|
@@ -406,19 +415,22 @@ shutil.rmtree(scratch)
 # | holes | 46 | 42 to 43 | 1.04 to 1.14 |
 # | a step of the full shape at 1 GB, nearly all of it holes | | | 1.05 of processor time |
 #
-# So no disk of today needs the compiled loop. It stays for what is read at memory speed, where the interpreter's two microseconds a unit show, and because it leaves
-# the interpreter's lock alone when a machine has more readers than cores. Should it ever be in the way, the Python half of `read_multiply` is complete without it.
+# So no disk of today needs the compiled loop. It stays for what is read at memory speed, where the interpreter's two
+# microseconds a unit show, and because it leaves the interpreter's lock alone when a machine has more readers than
+# cores. Should it ever be in the way, the Python half of `read_multiply` is complete without it.
 #
-# What did not help: huge pages for the buffers; reading far ahead, because what waits has left the cache when its turn comes. What did: one counter
-# for the units of a matrix instead of a lock a block; waking a thread only when there is something for it; a block or two of the next matrix read
-# while this one is multiplied, so that a device is never idle; buffers that go out last in, first out.
+# What did not help: huge pages for the buffers; reading far ahead, because what waits has left the cache when its turn
+# comes. What did: one counter for the units of a matrix instead of a lock a block; waking a thread only when there is
+# something for it; a block or two of the next matrix read while this one is multiplied, so that a device is never idle;
+# buffers that go out last in, first out.
 #
 # ## 5.13.6 Why the front of the forward pass is pinned
 #
-# Memory left over could be a cache. But a forward pass is a cycle: when a block is asked for again, everything else has been asked for
-# since. A least-recently-used cache smaller than the cycle has always just thrown away the block that comes next. Pinning any
-# fixed part saves exactly that part, every pass; the front is as good as any, and it is ready when a pass begins. The third line
-# knows the future and lets go of what is needed last. On a cycle that is the block just used, every time: the best of all caches pins.
+# Memory left over could be a cache. But a forward pass is a cycle: when a block is asked for again, everything else has
+# been asked for since. A least-recently-used cache smaller than the cycle has always just thrown away the block that
+# comes next. Pinning any fixed part saves exactly that part, every pass; the front is as good as any, and it is ready
+# when a pass begins. The third line knows the future and lets go of what is needed last. On a cycle that is the block
+# just used, every time: the best of all caches pins.
 
 # %%
 def lru_hits(capacity, cycle, passes):
@@ -460,14 +472,14 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# The same argument says that the trunk gets memory before experts do: a pinned trunk byte is used at every token, a cached
-# expert only if the router comes back to it (chapter 5.16).
+# The same argument says that the trunk gets memory before experts do: a pinned trunk byte is used at every token, a
+# cached expert only if the router comes back to it (chapter 5.16).
 
 # %% [markdown]
 # ## 5.13.7 What it costs in K3
 #
-# With the released shapes (`fixtures/k3`), slots of 4 MiB. Widening to whole pages adds at most two pages to a block. The ring replaces what an engine
-# that loads layer by layer must hold: 2.34 GB for layer 0 alone.
+# With the released shapes (`fixtures/k3`), slots of 4 MiB. Widening to whole pages adds at most two pages to a block.
+# The ring replaces what an engine that loads layer by layer must hold: 2.34 GB for layer 0 alone.
 
 # %%
 from k3lib.config import read_config
@@ -488,14 +500,18 @@ print(f"widening: at most {2 * PAGE * len(blocks) / streamed:.1%} more bytes; th
 #
 # - A matrix is rows that arrive: blocks of whole rows through a few reused slots, in an order known in advance.
 # - Reads bypass the page cache where the file system allows it, and the report says where it does not.
-# - A slot is the unit of trust: filled once, multiplied once, given back once, and numbered so that nothing stale can touch it.
+# - A slot is the unit of trust: filled once, multiplied once, given back once, and numbered so that nothing stale can
+#   touch it.
 # - Pinning the front of a cyclic walk saves its share of every pass. An LRU of the same size saves nothing.
 #
 # ## Exercises
 #
-# 1. In `schedule`, let a product take 3 ticks and a read 2. How many slots are enough, and what is the total for $n$ blocks?
-# 2. Change `lru_hits` to evict the *most* recently used block. What does it save at half the cycle, and why is that nearly the optimum?
-# 3. How many bytes does widening add to one pass over the embedded model? `Files.moved` counts them; compare with K3's blocks.
+# 1. In `schedule`, let a product take 3 ticks and a read 2. How many slots are enough, and what is the total for $n$
+#    blocks?
+# 2. Change `lru_hits` to evict the *most* recently used block. What does it save at half the cycle, and why is that
+#    nearly the optimum?
+# 3. How many bytes does widening add to one pass over the embedded model? `Files.moved` counts them; compare with K3's
+#    blocks.
 # 4. Give `Ring` a first-in, first-out list of free slots and measure 5.13.3 again. Which column changes?
 #
 # Next: [5.4 Experts](04_experts.ipynb), the one part of a pass that nobody can order in advance.

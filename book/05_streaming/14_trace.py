@@ -1,18 +1,21 @@
 # %% [markdown]
 # # 5.14 Which experts a run requested
 #
-# [5.13 The trunk: rows that arrive](13_trunk.ipynb) · [contents](../README.md) · [5.15 Which experts to keep: policies by replay](15_cache_policy.ipynb)
+# [5.13 The trunk: rows that arrive](13_trunk.ipynb) ·
+# [contents](../README.md) ·
+# [5.15 Which experts to keep: policies by replay](15_cache_policy.ipynb)
 
 # %% [markdown]
-# The arithmetic is the same every time; what differs is how far the bytes travel. Small pieces pay for their calls, large ones leave the cache.
-# Most of all it counts how much memory the experts are spread over: a slot of its own is dear for an expert that will not be used again, and where
-# one must be filled, pieces gain little.
+# The arithmetic is the same every time; what differs is how far the bytes travel. Small pieces pay for their calls,
+# large ones leave the cache. Most of all it counts how much memory the experts are spread over: a slot of its own is
+# dear for an expert that will not be used again, and where one must be filled, pieces gain little.
 #
 # ## 5.14.1 A trace
 #
-# Which experts should stay is no matter of taste: record what a run requests, and replay that through any cache. A trace is the plainest
-# of files, pairs of little-endian uint32 `(layer, expert)` in the order of the requests; where the layer number falls, a new pass begins. The
-# public recording of the released model that 5.15.2 quotes has the same form.
+# Which experts should stay is no matter of taste: record what a run requests, and replay that through any cache. A
+# trace is the plainest of files, pairs of little-endian uint32 `(layer, expert)` in the order of the requests; where
+# the layer number falls, a new pass begins. The public recording of the released model that 5.15.2 quotes has the same
+# form.
 
 # %% tags=["export"]
 from pathlib import Path

@@ -1,7 +1,9 @@
 # %% [markdown]
 # # 5.15 Which experts to keep: policies by replay
 #
-# [5.14 Which experts a run requested](14_trace.ipynb) · [contents](../README.md) · [5.16 Experts: fetched when the router has spoken](16_experts.ipynb)
+# [5.14 Which experts a run requested](14_trace.ipynb) ·
+# [contents](../README.md) ·
+# [5.16 Experts: fetched when the router has spoken](16_experts.ipynb)
 
 # %% [markdown]
 # By hand: two layers, three passes. The second pass has read the first token again; the third is an incremental one.
@@ -22,8 +24,9 @@ for damage, data in (("cut", packed_trace(by_hand)[:-5]), ("cut", packed_trace(b
 # %% [markdown]
 # ## 5.15.1 Caches as scores
 #
-# A request meets what is resident: those are its hits. Then, of what was resident and what has now been read, a cache keeps the experts it
-# likes best, and the policy is in that liking alone. Newly read ones may be refused: they pass through. Four likings, one cache:
+# A request meets what is resident: those are its hits. Then, of what was resident and what has now been read, a cache
+# keeps the experts it likes best, and the policy is in that liking alone. Newly read ones may be refused: they pass
+# through. Four likings, one cache:
 #
 # | policy | an expert's score | knows |
 # |---|---|---|
@@ -115,13 +118,14 @@ def replay(cache, steps, first=0):
 
 
 # %% [markdown]
-# None of the first three knows that layers take turns. When layer 5 has been read, what is resident of layer 6 is a whole step old, and it is
-# exactly what is asked for next; by any clock that counts requests it looks oldest, and goes first. Time should be counted for each layer
-# by its own visits. Then there is nothing to compare between layers: each has an equal share of the slots, and in it the experts that its
-# last visits asked for, newest first. That is a shift register an expert.
+# None of the first three knows that layers take turns. When layer 5 has been read, what is resident of layer 6 is a
+# whole step old, and it is exactly what is asked for next; by any clock that counts requests it looks oldest, and goes
+# first. Time should be counted for each layer by its own visits. Then there is nothing to compare between layers: each
+# has an equal share of the slots, and in it the experts that its last visits asked for, newest first. That is a shift
+# register an expert.
 #
-# By hand: 1100 was asked for at this visit and the one before, 1000 only now, 0111 at the three before. They stay in this order, and of equals the
-# one that is there already.
+# By hand: 1100 was asked for at this visit and the one before, 1000 only now, 0111 at the three before. They stay in
+# this order, and of equals the one that is there already.
 
 # %% tags=["export"]
 HISTORY_BITS = 16  # of its layer that an expert's use is remembered for
@@ -173,9 +177,9 @@ assert share.kept == {2, 4}
 # %% [markdown]
 # ## 5.15.2 Which one: the replay
 #
-# The first half of the steps fills the caches, the second is counted. An honest pin knows the first half, as anyone would at that point; a pin
-# with hindsight knows the half that is counted. The clairvoyant has its future in that half too. Sizes are given as shares of what
-# one token requests.
+# The first half of the steps fills the caches, the second is counted. An honest pin knows the first half, as anyone
+# would at that point; a pin with hindsight knows the half that is counted. The clairvoyant has its future in that half
+# too. Sizes are given as shares of what one token requests.
 
 # %% tags=["export"]
 CAPACITIES = (0.1, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)  # of a working set
@@ -234,10 +238,11 @@ def replay_text(passes, expert_bytes=EXPERT_BYTES):
 
 
 # %% [markdown]
-# The public test data of the C engine *kimi-k3-in-c* (Apache-2.0) hold a real trace: a prompt of 5 tokens and 7 steps through the released 93-layer
-# model. It is not part of this repository. That engine computed the whole prefix anew at every step, so only what each pass adds counts:
-# 15,986 requests. 43% of a token's experts were requested by the token before (other engines report 29% for longer texts). Who has the file gets
-# these figures, and the columns left out here, with `k3 trace --replay expert_trace.bin`:
+# The public test data of the C engine *kimi-k3-in-c* (Apache-2.0) hold a real trace: a prompt of 5 tokens and 7 steps
+# through the released 93-layer model. It is not part of this repository. That engine computed the whole prefix anew at
+# every step, so only what each pass adds counts: 15,986 requests. 43% of a token's experts were requested by the token
+# before (other engines report 29% for longer texts). Who has the file gets these figures, and the columns left out
+# here, with `k3 trace --replay expert_trace.bin`:
 #
 # | working sets | GB | LRU | decayed, 4 steps | shares | honest pin | hindsight pin | clairvoyant |
 # |---|---|---|---|---|---|---|---|
@@ -251,11 +256,12 @@ def replay_text(passes, expert_bytes=EXPERT_BYTES):
 # | 2 | 51.7 | 0.508 | 0.515 | **0.525** | 0.378 | 0.637 | 0.645 |
 # | 3 | 77.5 | 0.556 | 0.564 | **0.569** | 0.437 | 0.645 | 0.645 |
 #
-# Shares are the best of those that do not know the future, at every size, and no honest pin beats them. So that is what `Experts` does. Eight steps are few:
-# a longer recording may move the columns, and the command is there.
+# Shares are the best of those that do not know the future, at every size, and no honest pin beats them. So that is what
+# `Experts` does. Eight steps are few: a longer recording may move the columns, and the command is there.
 #
-# What can be run here is a made-up trace with the statistic that matters most. In the recording the expert a router likes best is requested
-# again by the next token in 74% of the cases, the sixteenth in 23%, in between about evenly less:
+# What can be run here is a made-up trace with the statistic that matters most. In the recording the expert a router
+# likes best is requested again by the next token in 74% of the cases, the sixteenth in 23%, in between about evenly
+# less:
 
 # %%
 STAYS = np.linspace(0.74, 0.23, 16)  # by the router's rank, as in the recording
@@ -301,8 +307,8 @@ fig.suptitle("Below one token's experts (grey line) an LRU keeps nothing, shares
 plt.show()
 
 # %% [markdown]
-# The distance to the dashed line is what only the future tells. What a choice costs: a request of sixteen experts, with half a working set
-# resident, and with three.
+# The distance to the dashed line is what only the future tells. What a choice costs: a request of sixteen experts, with
+# half a working set resident, and with three.
 
 # %% tags=["nbval-ignore-output"]
 for size in (0.5, 3.0):

@@ -1,11 +1,14 @@
 # %% [markdown]
 # # 5.16 Experts: fetched when the router has spoken
 #
-# 1.446 TB of K3 are routed experts, and a token uses 1,472 of the 82,432: sixteen a layer, named by the router a moment before
-# they are needed. This chapter multiplies them while they arrive, keeps those that a replay of recorded requests says, and shows what that saves.
-# At the end you can say why an expert is never read before it is multiplied, and which experts are worth keeping.
+# 1.446 TB of K3 are routed experts, and a token uses 1,472 of the 82,432: sixteen a layer, named by the router a moment
+# before they are needed. This chapter multiplies them while they arrive, keeps those that a replay of recorded requests
+# says, and shows what that saves. At the end you can say why an expert is never read before it is multiplied, and which
+# experts are worth keeping.
 #
-# [5.15 Which experts to keep: policies by replay](15_cache_policy.ipynb) · [contents](../README.md) · [5.17 What a process has, and what it may still have](17_memory.ipynb)
+# [5.15 Which experts to keep: policies by replay](15_cache_policy.ipynb) ·
+# [contents](../README.md) ·
+# [5.17 What a process has, and what it may still have](17_memory.ipynb)
 #
 # | word | meaning | in K3 |
 # |---|---|---|
@@ -36,8 +39,9 @@ steps = 16  # of the trace that is replayed in 5.15.2
 # %% [markdown]
 # ## 5.16.1 One expert, as few reads as its layout allows
 #
-# In the released files the six tensors of an expert lie side by side, so one read brings them. Nothing promises that for other
-# files: extents are sorted and grouped into runs of adjacent bytes, one read a run. By hand: the second tensor lies elsewhere.
+# In the released files the six tensors of an expert lie side by side, so one read brings them. Nothing promises that
+# for other files: extents are sorted and grouped into runs of adjacent bytes, one read a run. By hand: the second
+# tensor lies elsewhere.
 
 # %% tags=["export"]
 import numpy as np
@@ -104,19 +108,22 @@ assert adjacent_runs([at(0), at(90), at(10)]) == [[0, 2], [1]]
 # %% [markdown]
 # ## 5.16.2 Multiplied as it arrives
 #
-# For one token every weight of an expert is used once, and then it is in the way. A core has a cache of its own, of one or two
-# megabytes. An expert that is read whole first goes through it and out again, and the product fetches back all 17.5 MB. A piece of a matrix
-# that is smaller than the cache, multiplied by the thread that has just read it, is still there.
+# For one token every weight of an expert is used once, and then it is in the way. A core has a cache of its own, of one
+# or two megabytes. An expert that is read whole first goes through it and out again, and the product fetches back all
+# 17.5 MB. A piece of a matrix that is smaller than the cache, multiplied by the thread that has just read it, is still
+# there.
 #
-# By hand, what an expert moves between a core and whatever lies outside its own cache: read, pushed out, fetched again make three times
-# 17.5 MB; piece by piece it is once, into a megabyte that is used again and again. 5.16.3 measures what that is worth.
+# By hand, what an expert moves between a core and whatever lies outside its own cache: read, pushed out, fetched again
+# make three times 17.5 MB; piece by piece it is once, into a megabyte that is used again and again. 5.16.3 measures
+# what that is worth.
 #
-# So a loop of compiled code reads a piece, multiplies it, reads the next, without Python in between and without the lock that Python threads
-# share. The scales are a seventeenth of the expert; those of a matrix are read before its rows.
+# So a loop of compiled code reads a piece, multiplies it, reads the next, without Python in between and without the
+# lock that Python threads share. The scales are a seventeenth of the expert; those of a matrix are read before its
+# rows.
 #
-# It also follows that an expert may be larger than its slot. Only what is kept must be whole. Through a slot with room for one matrix's
-# scales and a piece of rows an expert *passes*. Where the slot has room for all six tensors each piece is put in its own place, and when the
-# third product is done the slot holds the expert.
+# It also follows that an expert may be larger than its slot. Only what is kept must be whole. Through a slot with room
+# for one matrix's scales and a piece of rows an expert *passes*. Where the slot has room for all six tensors each piece
+# is put in its own place, and when the third product is done the slot holds the expert.
 
 # %% tags=["export"]
 class StreamingMatrix:
@@ -165,9 +172,10 @@ for name in ("w1", "w2"):
     print(f"{name}: {n} rows of {row} bytes in {pieces} pieces of {piece} rows, {piece * row:,} bytes; the last has {n - (pieces - 1) * piece}")
 
 # %% [markdown]
-# A piece begins where the one before ended, in the middle of a page as a rule, and reads move whole pages. In a slot that keeps, the page that
-# two pieces share is read twice into the same place. An expert of the embedded model in pieces of at most 2 kB: the product of the
-# whole, kept or not; and the same from Python, which reads where compiled code cannot.
+# A piece begins where the one before ended, in the middle of a page as a rule, and reads move whole pages. In a slot
+# that keeps, the page that two pieces share is read twice into the same place. An expert of the embedded model in
+# pieces of at most 2 kB: the product of the whole, kept or not; and the same from Python, which reads where compiled
+# code cannot.
 
 # %%
 from k3lib import trunk
@@ -206,9 +214,10 @@ COMPILED_READS = trunk.COMPILED_READS
 # %% [markdown]
 # ## 5.16.3 What it is worth
 #
-# Sixteen experts of K3's shape in a file of holes: the system makes up the zeros, so that no disk is slower than what we want to see. One thread,
-# four ways: each read whole into a slot of its own, as if all of a layer were fetched first; each multiplied as it arrives in a slot of its own; whole
-# through the same slot; in pieces through the same slot.
+# Sixteen experts of K3's shape in a file of holes: the system makes up the zeros, so that no disk is slower than what
+# we want to see. One thread, four ways: each read whole into a slot of its own, as if all of a layer were fetched
+# first; each multiplied as it arrives in a slot of its own; whole through the same slot; in pieces through the same
+# slot.
 
 # %% tags=["nbval-ignore-output"]
 folder = Path(tempfile.mkdtemp())
@@ -259,16 +268,18 @@ plt.show()
 # %% [markdown]
 # ## 5.16.4 Requested together, arriving in any order
 #
-# `request` starts as soon as the router has spoken; the down-projection and the shared experts compute meanwhile. Where slots keep, experts
-# are fetched ahead, whole. Where they do not, nothing is read before its turn: a piece that waits for its product is a piece that leaves the cache.
+# `request` starts as soon as the router has spoken; the down-projection and the shared experts compute meanwhile. Where
+# slots keep, experts are fetched ahead, whole. Where they do not, nothing is read before its turn: a piece that waits
+# for its product is a piece that leaves the cache.
 #
-# Then `each` has the readers do the products. A reader takes what is there first; if nothing is, it reads as it multiplies. The order is the
-# disk's, and it may not matter: chapter 4.2 keeps each answer by (token, rank) and sums in rank order.
+# Then `each` has the readers do the products. A reader takes what is there first; if nothing is, it reads as it
+# multiplies. The order is the disk's, and it may not matter: chapter 4.2 keeps each answer by (token, rank) and sums in
+# rank order.
 #
-# What a layer keeps is decided at the request, before a byte is read, so it does not depend on the disk: the replay of a run's trace has the run's
-# hits. One slot a reader keeps nothing. Through those goes what was not chosen; the others have an expert until it is no longer chosen. A slot
-# is refilled only when its expert has been used. One whose read failed is an exception in the arithmetic, never a smaller sum, and what was
-# multiplied in part is not kept.
+# What a layer keeps is decided at the request, before a byte is read, so it does not depend on the disk: the replay of
+# a run's trace has the run's hits. One slot a reader keeps nothing. Through those goes what was not chosen; the others
+# have an expert until it is no longer chosen. A slot is refilled only when its expert has been used. One whose read
+# failed is an exception in the arithmetic, never a smaller sum, and what was multiplied in part is not kept.
 
 # %% tags=["export"]
 class Wanted:
@@ -411,8 +422,8 @@ class Experts(Experts):
 
 
 # %% [markdown]
-# What was read ahead of the call is `present` in the pool already. What was not is either to be cached, and then read whole into its slot, or it streams through the
-# reader's buffer.
+# What was read ahead of the call is `present` in the pool already. What was not is either to be cached, and then read
+# whole into its slot, or it streams through the reader's buffer.
 
 # %% tags=["export"]
 class Experts(Experts):
@@ -437,8 +448,9 @@ class Experts(Experts):
 # %% [markdown]
 # ## 5.16.5 The gate
 #
-# Experts of the embedded model with three readers: in two slots; in 39, three of them for each of the 12 layers to keep; in 195, enough for all;
-# and in three through which they pass. Every one comes once, with the product of the bytes that the checkpoint holds, on one thread or two.
+# Experts of the embedded model with three readers: in two slots; in 39, three of them for each of the 12 layers to
+# keep; in 195, enough for all; and in three through which they pass. Every one comes once, with the product of the
+# bytes that the checkpoint holds, on one thread or two.
 
 # %%
 WANTED = [0, 3, 5, 9, 14]
@@ -469,12 +481,13 @@ for slots, nbytes in ((2, LARGE), (39, LARGE), (195, LARGE), (3, SMALL)):
 
 
 # %% [markdown]
-# Layer 1 was asked for twice. Three of its five experts were there the second time, or all five: true hits. Two slots are fewer than readers, so
-# nothing stays in them, and what passes is never kept.
+# Layer 1 was asked for twice. Three of its five experts were there the second time, or all five: true hits. Two slots
+# are fewer than readers, so nothing stays in them, and what passes is never kept.
 #
-# Four mistakes that would still produce an answer. The first refills a slot whose expert is in use. The second drops an expert that could not
-# be read: chapter 4.2 would notice the missing one, and so must this gate. The third calls its own fetches hits. The fourth keeps whatever
-# is in the slot when a call ends, though the call has taken one matrix of three: the next request calls that a hit.
+# Four mistakes that would still produce an answer. The first refills a slot whose expert is in use. The second drops an
+# expert that could not be read: chapter 4.2 would notice the missing one, and so must this gate. The third calls its
+# own fetches hits. The fourth keeps whatever is in the slot when a call ends, though the call has taken one matrix of
+# three: the next request calls that a hit.
 
 # %%
 class Hasty(Experts):
@@ -536,8 +549,9 @@ print("hasty, forgiving, boastful, hopeful: each fails the gate: True")
 # %% [markdown]
 # ## 5.16.6 The disk's order and the router's
 #
-# Reads that begin together end in any order. Sixteen answers, added in the order in which a slow disk delivered their experts: float32 addition
-# is not associative, so every run has its own bits. Kept by rank and added at the end, there is one result.
+# Reads that begin together end in any order. Sixteen answers, added in the order in which a slow disk delivered their
+# experts: float32 addition is not associative, so every run has its own bits. Kept by rank and added at the end, there
+# is one result.
 
 # %%
 class Slow(Files):
@@ -588,8 +602,9 @@ plt.show()
 # %% [markdown]
 # ## 5.16.7 Many in flight
 #
-# Eight experts of K3's shape and a device that takes up to two milliseconds to answer, once with one reader and once with four, while the caller does
-# something else for the first twelve, as the shared experts would. Four slots have room for a whole expert each.
+# Eight experts of K3's shape and a device that takes up to two milliseconds to answer, once with one reader and once
+# with four, while the caller does something else for the first twelve, as the shared experts would. Four slots have
+# room for a whole expert each.
 
 # %% tags=["nbval-ignore-output"]
 def events(readers, slots, busy=12e-3):
@@ -623,14 +638,15 @@ shutil.rmtree(folder)
 
 
 # %% [markdown]
-# Reading begins with the request, not when the caller first looks: by then the slots hold whole experts, which are multiplied first. The others
-# come in pieces as slots are given back, blue and orange in turn on one row. While one reader waits for its piece another has the core.
+# Reading begins with the request, not when the caller first looks: by then the slots hold whole experts, which are
+# multiplied first. The others come in pieces as slots are given back, blue and orange in turn on one row. While one
+# reader waits for its piece another has the core.
 #
 # ## 5.16.8 What a gigabyte saves
 #
-# Bytes read for a token, when the first gigabytes go to the trunk and when they go to experts. A gigabyte of pinned trunk is a gigabyte less at
-# every token. A gigabyte of experts saves its hits: at best two thirds of one, the first two and a half of them (0.068 × 25.8 GB), and less from
-# there on. Here with the rates of the released model's trace.
+# Bytes read for a token, when the first gigabytes go to the trunk and when they go to experts. A gigabyte of pinned
+# trunk is a gigabyte less at every token. A gigabyte of experts saves its hits: at best two thirds of one, the first
+# two and a half of them (0.068 × 25.8 GB), and less from there on. Here with the rates of the released model's trace.
 
 # %%
 def read_a_token(trunk_gb, experts_gb):
@@ -651,8 +667,8 @@ plt.show()
 print("at 40 GB:", f"{trunk_first[8]:.0f} GB a token trunk first,", f"{experts_first[8]:.0f} GB experts first")
 
 # %% [markdown]
-# So memory goes to the trunk first. Until all of it is pinned, experts need no more than slots to pass through: one for each reader, and as many
-# readers as keep the device busy. What is left beyond that is cut into shares.
+# So memory goes to the trunk first. Until all of it is pinned, experts need no more than slots to pass through: one for
+# each reader, and as many readers as keep the device busy. What is left beyond that is cut into shares.
 #
 # ## 5.16.9 What it costs in K3
 
@@ -664,23 +680,26 @@ print(f"4 slots to pass through: {4 * streaming_slot_bytes(k3_expert()) / 1e6:.0
 # %% [markdown]
 # ## Summary
 #
-# - Experts are requested the moment they are known, read by several threads, multiplied in any order, summed in rank order.
-# - The thread that reads a piece multiplies it: a megabyte is still in its core's cache. What is not kept need not be whole.
+# - Experts are requested the moment they are known, read by several threads, multiplied in any order, summed in rank
+#   order.
+# - The thread that reads a piece multiplies it: a megabyte is still in its core's cache. What is not kept need not be
+#   whole.
 # - Only what has been multiplied to the last row is kept, and a slot is refilled only when its expert has been used.
 # - A hit is an expert that was there before the request, so the report does not count a token's own fetches.
-# - By the clock of requests the layer that comes next looks oldest: an LRU saves nothing below one working set, 25.8 GB. By each layer's own visits
-#   half a set saves 27%, more than any pin that does not know the future.
+# - By the clock of requests the layer that comes next looks oldest: an LRU saves nothing below one working set, 25.8
+#   GB. By each layer's own visits half a set saves 27%, more than any pin that does not know the future.
 # - A gigabyte of trunk still saves more than a gigabyte of experts.
 #
 # ## Exercises
 #
-# 1. Let 60% stay at every rank. Where does the LRU leave the axis, and why is that place the same? Where would the other curves be if every
-#    expert were equally likely to stay?
-# 2. The router's ranks say more than the past does: 74% of the experts it likes best stay, 23% of the last. `request` has them in ascending order.
-#    Let a share prefer the better ranks among equals, and replay it.
-# 3. With two slots that keep and sixteen requests, how many reads can be in flight while one expert computes? And with two slots through which
-#    experts pass? Where in `Experts` is that decided?
-# 4. `Arriving` reads the scales of a matrix before its rows. What would change if they were read with each piece, in bytes and in reads?
+# 1. Let 60% stay at every rank. Where does the LRU leave the axis, and why is that place the same? Where would the
+#    other curves be if every expert were equally likely to stay?
+# 2. The router's ranks say more than the past does: 74% of the experts it likes best stay, 23% of the last. `request`
+#    has them in ascending order. Let a share prefer the better ranks among equals, and replay it.
+# 3. With two slots that keep and sixteen requests, how many reads can be in flight while one expert computes? And with
+#    two slots through which experts pass? Where in `Experts` is that decided?
+# 4. `Arriving` reads the scales of a matrix before its rows. What would change if they were read with each piece, in
+#    bytes and in reads?
 # 5. Draw the curve of 5.16.3 for a chunk of 16 tokens. Why does it become flat?
 #
 # Next: [5.5 The walk](05_model.ipynb) puts trunk and experts under 93 layers.

@@ -9,7 +9,9 @@
 #
 # Needs chapter 5.1 (what the system tells). Runs in seconds.
 #
-# [5.16 Experts: fetched when the router has spoken](16_experts.ipynb) · [contents](../README.md) · [5.18 The dial: bytes to plan](18_plan.ipynb)
+# [5.16 Experts: fetched when the router has spoken](16_experts.ipynb) ·
+# [contents](../README.md) ·
+# [5.18 The dial: bytes to plan](18_plan.ipynb)
 
 # %%
 import tempfile
@@ -27,7 +29,6 @@ from pathlib import Path
 from typing import Any
 from k3lib.system import machine_free_bytes
 from k3lib.fileio import UsageError
-
 
 # %% tags=["export"]
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,

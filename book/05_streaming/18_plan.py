@@ -10,7 +10,9 @@
 #
 # Needs chapters 5.4 (the tensors), 5.10 (the layout) and 5.17 (what a process may have). Runs in seconds.
 #
-# [5.17 What a process has, and what it may still have](17_memory.ipynb) · [contents](../README.md) · [5.19 The trunk on a faster disk](19_pack.ipynb)
+# [5.17 What a process has, and what it may still have](17_memory.ipynb) ·
+# [contents](../README.md) ·
+# [5.19 The trunk on a faster disk](19_pack.ipynb)
 
 # %%
 from pathlib import Path
@@ -23,7 +25,6 @@ from k3lib.config import read_config
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 plt.style.use(ROOT / "book" / "k3.mplstyle")
 ORACLE = ROOT / "fixtures" / "oracle13" / "model"
-
 
 # %% [markdown]
 # ## 5.18.1 What a byte saves
@@ -182,9 +183,9 @@ class PlanError(UsageError):
 
 
 # %% [markdown]
-# At the smallest budget one expert slot a reader is enough: an expert passes through it in blocks (5.16). How many readers,
-# then? With sixteen experts a token, seven readers take three rounds, and so do six; five take four. With seven, the last
-# round would be two experts' and two cores'. So it is six.
+# At the smallest budget one expert slot a reader is enough: an expert passes through it in blocks (5.16). How many
+# readers, then? With sixteen experts a token, seven readers take three rounds, and so do six; five take four. With
+# seven, the last round would be two experts' and two cores'. So it is six.
 
 # %% tags=["export"]
 def expert_readers(config: Config, readers: int) -> int:
@@ -347,6 +348,7 @@ ax.set(xlabel="MB", title="For the embedded model, what no weight occupies is ne
 ax.invert_yaxis()
 plt.show()
 
+
 # %% [markdown]
 # ## 5.18.3 How many readers
 #
@@ -362,7 +364,6 @@ def measured_readers(checkpoint: Checkpoint, threads: int = CORES) -> tuple[int,
     shown = ", ".join(f"{n}: {rate / 1e9:.2f}" for n, rate in rates.items())
     return enough + threads, (f"GB/s by readers: {shown}; {enough} keep the device busy while {threads} multiply: "
                               f"--readers {enough + threads}")
-
 
 # %% [markdown]
 # ## Summary

@@ -1,7 +1,9 @@
 # %% [markdown]
 # # 5.19 The trunk on a faster disk
 #
-# [5.18 The dial: bytes to plan](18_plan.ipynb) · [contents](../README.md) · [5.21 Bytes to ids and back](21_tokenizer.ipynb)
+# [5.18 The dial: bytes to plan](18_plan.ipynb) ·
+# [contents](../README.md) ·
+# [5.20 A sequence saved and loaded](20_state.ipynb)
 
 # %% tags=["export"]
 import errno
@@ -49,8 +51,9 @@ def _same(files, a, b):
 
 
 # %% [markdown]
-# A file is written under another name, brought down to the disk, compared with the checkpoint byte by byte, and only then renamed. So a file
-# that has its name is right, a run that was broken off goes on where it stopped, and a folder that is not complete is no checkpoint.
+# A file is written under another name, brought down to the disk, compared with the checkpoint byte by byte, and only
+# then renamed. So a file that has its name is right, a run that was broken off goes on where it stopped, and a folder
+# that is not complete is no checkpoint.
 
 # %% tags=["export"]
 def pack(checkpoint, walk, folder, progress=None):
@@ -121,8 +124,8 @@ def _write_file(files, extents, head, offsets, part):
 
 
 # %% [markdown]
-# Reading from it takes one class that looks a tensor up in the folder first. The folder could be of another checkpoint with the same shapes; the first
-# row of every tensor tells.
+# Reading from it takes one class that looks a tensor up in the folder first. The folder could be of another checkpoint
+# with the same shapes; the first row of every tensor tells.
 
 # %% tags=["export"]
 class Packed:

@@ -11,7 +11,9 @@
 #
 # Needs chapters 5.2 (files), 5.5 (the header) and 5.8 (the model). Runs in seconds.
 #
-# [5.19 The trunk on a faster disk](19_pack.ipynb) · [contents](../README.md) · [5.21 Bytes to ids and back](21_tokenizer.ipynb)
+# [5.19 The trunk on a faster disk](19_pack.ipynb) ·
+# [contents](../README.md) ·
+# [5.21 Bytes to ids and back](21_tokenizer.ipynb)
 
 # %%
 import tempfile

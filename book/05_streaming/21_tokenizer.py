@@ -1,10 +1,13 @@
 # %% [markdown]
 # # 5.21 Bytes to ids and back
 #
-# The model reads and writes 163,840 integers; people read and write bytes. After this chapter you can turn any bytes into ids and get the
-# same bytes back, show text as it is generated without ever printing half a character, and keep a user's words from becoming commands.
+# The model reads and writes 163,840 integers; people read and write bytes. After this chapter you can turn any bytes
+# into ids and get the same bytes back, show text as it is generated without ever printing half a character, and keep a
+# user's words from becoming commands.
 #
-# [5.19 The trunk on a faster disk](19_pack.ipynb) · [contents](../README.md) · [5.22 From a folder to a running model](22_engine.ipynb)
+# [5.20 A sequence saved and loaded](20_state.ipynb) ·
+# [contents](../README.md) ·
+# [5.22 From a folder to a running model](22_engine.ipynb)
 
 # %%
 import json
@@ -32,8 +35,9 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 #
 # ## 5.21.1 A vocabulary is a ranked list of byte strings
 #
-# `tiktoken.model` has a line per token: its bytes in base64, a space, its rank. Reading it is the place to be strict: one bad line and every
-# prompt means something else. What is kept is one blob of all bytes and where each token ends in it.
+# `tiktoken.model` has a line per token: its bytes in base64, a space, its rank. Reading it is the place to be strict:
+# one bad line and every prompt means something else. What is kept is one blob of all bytes and where each token ends in
+# it.
 
 # %% tags=["export"]
 import binascii
@@ -87,8 +91,9 @@ def read_ranks(path):
 
 
 # %% [markdown]
-# The released file has 163,584 ranks and 1,105,983 bytes of tokens and stays outside this repository. A small one, trained on text written
-# for this project, has the same form (`fixtures/tokenizer`): the 256 single bytes, in an order of their own, then tokens made of earlier ones.
+# The released file has 163,584 ranks and 1,105,983 bytes of tokens and stays outside this repository. A small one,
+# trained on text written for this project, has the same form (`fixtures/tokenizer`): the 256 single bytes, in an order
+# of their own, then tokens made of earlier ones.
 
 # %%
 VOCAB = ROOT / "fixtures/tokenizer"
@@ -101,8 +106,9 @@ print(f"id table: {len(blob) + offsets.nbytes:,} bytes for {len(tokens):,} token
 # %% [markdown]
 # ## 5.21.2 Merging, by hand
 #
-# A piece starts as single bytes. Again and again the adjacent pair whose join has the lowest rank becomes one token, the leftmost of equals
-# first, until no join is a token. That is the whole algorithm; this plain form is the reference for everything below.
+# A piece starts as single bytes. Again and again the adjacent pair whose join has the lowest rank becomes one token,
+# the leftmost of equals first, until no join is a token. That is the whole algorithm; this plain form is the reference
+# for everything below.
 
 # %%
 rank = {token: i for i, token in enumerate(tokens)}
@@ -143,9 +149,9 @@ plt.show()
 # %% [markdown]
 # ## 5.21.3 Splitting into pieces
 #
-# Merges never cross the edges this pattern draws: runs of Han, words with their leading space and their ending (`'ll`), numbers in
-# threes, punctuation with the newlines after it, white space. It is the release's own, with its class intersections `[...&&[^\p{Han}]]` written
-# as a lookahead, which every engine understands.
+# Merges never cross the edges this pattern draws: runs of Han, words with their leading space and their ending (`'ll`),
+# numbers in threes, punctuation with the newlines after it, white space. It is the release's own, with its class
+# intersections `[...&&[^\p{Han}]]` written as a lookahead, which every engine understands.
 
 # %% tags=["export"]
 UPPER = r"(?:(?!\p{Han})[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}])"
@@ -183,13 +189,14 @@ assert pieces("々〇ー漢") == ["々〇", "ー", "漢"]
 
 
 # %% [markdown]
-# Three things to see: `々` and `〇` belong to the Han script, the long mark `ー` does not; the ending is matched with case folding, so even an
-# old long s counts (`'ſ`); of two spaces the last goes with the word.
+# Three things to see: `々` and `〇` belong to the Han script, the long mark `ー` does not; the ending is matched with case
+# folding, so even an old long s counts (`'ſ`); of two spaces the last goes with the word.
 #
 # ## 5.21.4 The same at the speed of a library
 #
-# `tokenizers` merges by a list of pairs, not by ranks, and on characters, not bytes. So bytes are written in a 256-letter alphabet, and each cut
-# of a token into two tokens becomes a pair, ordered by the token's rank. The encoder gets **no** added tokens; section 5.21.6 says why.
+# `tokenizers` merges by a list of pairs, not by ranks, and on characters, not bytes. So bytes are written in a
+# 256-letter alphabet, and each cut of a token into two tokens becomes a pair, ordered by the token's rank. The encoder
+# gets **no** added tokens; section 5.21.6 says why.
 
 # %% tags=["export"]
 def byte_alphabet():
@@ -234,7 +241,8 @@ assert got == [i for piece in pieces(text) for i in merge(piece.encode(), rank)]
 print(len(text.encode()), "bytes,", len(got), "ids:", got[:12], "...")
 
 # %% [markdown]
-# One string proves little. Two thousand strings over a nasty alphabet, half of them runs of the letters that tokens are made of:
+# One string proves little. Two thousand strings over a nasty alphabet, half of them runs of the letters that tokens are
+# made of:
 
 # %%
 rng = random.Random(5)
@@ -249,8 +257,9 @@ assert differ == 0
 # %% [markdown]
 # ## 5.21.5 Very long texts
 #
-# The release's class cuts a text every 400,000 characters, and inside that every run of white space, or of anything else, after 25,000
-# (`str.isspace` decides). Each part is encoded alone, so 25,001 spaces are not what they would be in one go. Equal ids need equal cuts.
+# The release's class cuts a text every 400,000 characters, and inside that every run of white space, or of anything
+# else, after 25,000 (`str.isspace` decides). Each part is encoded alone, so 25,001 spaces are not what they would be in
+# one go. Equal ids need equal cuts.
 
 # %% tags=["export"]
 CUT_CHARS = 400_000
@@ -282,8 +291,8 @@ for text in (" " * 25_001, "a" * 60_000, "ab " * 150_000):
 # %% [markdown]
 # ## 5.21.6 Control tokens are not text
 #
-# `tokenizer_config.json` names some of the ids after the ranks; the rest are `<|reserved_token_i|>`. All of them have a spelling, and a prompt
-# may contain that spelling: a document about this very model, or an attack. It must stay text.
+# `tokenizer_config.json` names some of the ids after the ranks; the rest are `<|reserved_token_i|>`. All of them have a
+# spelling, and a prompt may contain that spelling: a document about this very model, or an attack. It must stay text.
 
 # %% tags=["export"]
 def read_json(path):
@@ -333,8 +342,9 @@ def all_specials(path, named, ranks, vocab_size=None):
 
 
 # %% [markdown]
-# A reply ends with `<|end_of_msg|>`, says the released `config.json`, or with `[EOS]`, says its `tokenizer_config.json`. They disagree, so generation
-# stops on both. Their ids differ from vocabulary to vocabulary; their names do not.
+# A reply ends with `<|end_of_msg|>`, says the released `config.json`, or with `[EOS]`, says its
+# `tokenizer_config.json`. They disagree, so generation stops on both. Their ids differ from vocabulary to vocabulary;
+# their names do not.
 
 # %% tags=["export"]
 def stop_ids(path, tree, ids):
@@ -347,9 +357,9 @@ def stop_ids(path, tree, ids):
 
 
 # %% [markdown]
-# **Trap: special-token text inside a prompt parsed as a control token.** The obvious construction adds the control tokens to the encoder and, for
-# user text, switches them off with `encode_special_tokens`. That switch skips only entries with `"special": true`. In K3's file three are
-# `false`, and they are the three that open and close messages.
+# **Trap: special-token text inside a prompt parsed as a control token.** The obvious construction adds the control
+# tokens to the encoder and, for user text, switches them off with `encode_special_tokens`. That switch skips only
+# entries with `"special": true`. In K3's file three are `false`, and they are the three that open and close messages.
 
 # %%
 table = read_json(VOCAB / "synthetic_config.json")["added_tokens_decoder"]
@@ -367,8 +377,8 @@ print("without added tokens:        ", [i for i in encoder.encode(attack).ids if
 assert injected == [1003, 1005, 1004]
 
 # %% [markdown]
-# An encoder that does not know control tokens cannot emit them. Where they are wanted, in the frame around a message, they are looked up by
-# name. The known answers tell the two apart, so the trap fails the gate:
+# An encoder that does not know control tokens cannot emit them. Where they are wanted, in the frame around a message,
+# they are looked up by name. The known answers tell the two apart, so the trap fails the gate:
 
 # %%
 cases = json.loads((VOCAB / "synthetic_known.json").read_text())["cases"]
@@ -380,8 +390,9 @@ assert encoder.encode(case["text"]).ids == case["ids"] != obvious.encode(case["t
 # %% [markdown]
 # ## 5.21.7 Showing text while it comes
 #
-# An id can hold part of a character: a smile is four bytes and often two or more ids. Python's incremental decoder holds back exactly the
-# bytes that may still become a character. What can no longer become one is shown as U+FFFD, or kept for those who want the bytes.
+# An id can hold part of a character: a smile is four bytes and often two or more ids. Python's incremental decoder
+# holds back exactly the bytes that may still become a character. What can no longer become one is shown as U+FFFD, or
+# kept for those who want the bytes.
 
 # %% tags=["export"]
 class StreamDecoder:
@@ -404,11 +415,11 @@ class StreamDecoder:
 # %% [markdown]
 # ## 5.21.8 The tokenizer
 #
-# Two halves. The table from ids to bytes is loaded at once and is small. The encoder is built when the first text comes and can be dropped, because after
-# the prompt nobody asks for it again.
+# Two halves. The table from ids to bytes is loaded at once and is small. The encoder is built when the first text comes
+# and can be dropped, because after the prompt nobody asks for it again.
 #
-# Bytes in are bytes out: a stretch of input that is not UTF-8 is a piece of its own, merged by rank like any other. A `str` has no bytes for a lone surrogate, so
-# it gets U+FFFD, as in the release's class.
+# Bytes in are bytes out: a stretch of input that is not UTF-8 is a piece of its own, merged by rank like any other. A
+# `str` has no bytes for a lone surrogate, so it gets U+FFFD, as in the release's class.
 
 # %% tags=["export"]
 class Tokenizer:
@@ -495,8 +506,8 @@ t = Tokenizer(scratch)
 print(f"{t.ranks} ranks, {t.vocab_size} ids, stop on", [(i, t.token(i).decode()) for i in t.stop_ids])
 
 # %% [markdown]
-# **Check.** 71 known answers, computed with tiktoken on this vocabulary: hard strings, long runs, control text both ways. Then bytes of any
-# kind: whatever goes in must come out.
+# **Check.** 71 known answers, computed with tiktoken on this vocabulary: hard strings, long runs, control text both
+# ways. Then bytes of any kind: whatever goes in must come out.
 
 # %%
 wrong = 0
@@ -513,8 +524,8 @@ print(len(cases), "known answers, 2000 random byte strings; wrong:", wrong)
 assert wrong == 0
 
 # %% [markdown]
-# The three ways a broken character can come in: as bytes it is kept, as a decoding error it was already replaced, as a lone surrogate it is
-# replaced now.
+# The three ways a broken character can come in: as bytes it is kept, as a decoding error it was already replaced, as a
+# lone surrogate it is replaced now.
 
 # %%
 broken = b"ok \xf0\x9f\x99 end"
@@ -524,8 +535,9 @@ print(t.decode(t.encode("ok \ud83d end")))
 assert t.decode(t.encode(broken)) == broken
 
 # %% [markdown]
-# Now the stream. The upper curve counts the bytes of the ids so far, the lower what has been shown. They part wherever a character is unfinished
-# and meet at the end; a decoder that shows each id by itself would print a U+FFFD at every gap.
+# Now the stream. The upper curve counts the bytes of the ids so far, the lower what has been shown. They part wherever
+# a character is unfinished and meet at the end; a decoder that shows each id by itself would print a U+FFFD at every
+# gap.
 
 # %%
 reply = "Merci \U0001f642\U0001f680! Ça va? 早く漢字を"
@@ -558,8 +570,8 @@ for errors in ("replace", "surrogateescape"):
 # %% [markdown]
 # ## 5.21.9 Make it fast, keep it small
 #
-# The plain merge scans the whole piece for every merge; the library keeps a queue of pairs and remembers pieces it has met. For a piece as long as its
-# text, the plain form is quadratic.
+# The plain merge scans the whole piece for every merge; the library keeps a queue of pairs and remembers pieces it has
+# met. For a piece as long as its text, the plain form is quadratic.
 
 # %% tags=["nbval-ignore-output"]
 def timed(encode, text):
@@ -579,9 +591,10 @@ for label, text in ((f"{len(prose):,} characters of prose", prose), ("one word o
     print(f"{label:30} {n:6,} ids   plain {slow * 1e3:7.1f} ms   library {fast * 1e3:6.1f} ms")
 
 # %% [markdown]
-# Memory is the other price: a pair for every cut of every token makes the encoder of the released vocabulary cost over 100 MB, where the id table
-# costs 1.8 MB and a few more while it is read. So a run under a budget encodes its prompt first, drops the encoder, and only then allocates its buffers. The
-# cell measures this where the environment variable `K3_TIKTOKEN` points to the released `tiktoken.model`.
+# Memory is the other price: a pair for every cut of every token makes the encoder of the released vocabulary cost over
+# 100 MB, where the id table costs 1.8 MB and a few more while it is read. So a run under a budget encodes its prompt
+# first, drops the encoder, and only then allocates its buffers. The cell measures this where the environment variable
+# `K3_TIKTOKEN` points to the released `tiktoken.model`.
 
 # %% tags=["nbval-ignore-output"]
 MEASURE = """
@@ -614,8 +627,9 @@ else:
 # %% [markdown]
 # ## 5.21.10 Refusals, live
 #
-# A damaged rank file does not crash an encoder; it makes other ids of the same prompt. So every line is judged, and the two files against each other:
-# a rank file cut short at a line's end is complete by itself, but the control ids then no longer start where the ranks end.
+# A damaged rank file does not crash an encoder; it makes other ids of the same prompt. So every line is judged, and the
+# two files against each other: a rank file cut short at a line's end is complete by itself, but the control ids then no
+# longer start where the ranks end.
 
 # %%
 lines = (VOCAB / "synthetic.tiktoken").read_bytes().splitlines(keepends=True)
@@ -639,8 +653,8 @@ for label, (ranks, names) in damages.items():
 shutil.rmtree(scratch)
 
 # %% [markdown]
-# The embedded model of 512 ids has a vocabulary too: the first 496 ranks of the small one and 16 control ids. Its weights are random, so its 20 known ids spell
-# nothing, but they spell it the same way every time.
+# The embedded model of 512 ids has a vocabulary too: the first 496 ranks of the small one and 16 control ids. Its
+# weights are random, so its 20 known ids spell nothing, but they spell it the same way every time.
 
 # %%
 embedded = Tokenizer(ROOT / "fixtures/oracle13/model", vocab_size=512)
@@ -654,17 +668,19 @@ assert not set(known) & set(embedded.stop_ids)
 # %% [markdown]
 # ## Summary
 #
-# - A token is bytes with a rank; encoding is splitting by one pattern and merging by rank, and it loses nothing on any bytes.
+# - A token is bytes with a rank; encoding is splitting by one pattern and merging by rank, and it loses nothing on any
+#   bytes.
 # - Text and control are two channels. An encoder without control tokens cannot be talked into emitting one.
 # - The id table costs 1.8 MB and stays; the encoder costs over 100 MB and goes before the large buffers come.
 #
 # ## Exercises
 #
-# 1. Write `count(text)` that gives the number of ids without building the list, for a text of 10 MB in less than 20 MB of memory.
-# 2. Find the shortest text whose ids change when it is encoded in two halves and joined. Why can a chat frame be encoded segment by
-#    segment nevertheless?
-# 3. A model emits id 222 forever, a lone continuation byte in some vocabulary. What does the stream show, and when? Change the policy to
-#    show nothing for it and say what is lost.
+# 1. Write `count(text)` that gives the number of ids without building the list, for a text of 10 MB in less than 20 MB
+#    of memory.
+# 2. Find the shortest text whose ids change when it is encoded in two halves and joined. Why can a chat frame be
+#    encoded segment by segment nevertheless?
+# 3. A model emits id 222 forever, a lone continuation byte in some vocabulary. What does the stream show, and when?
+#    Change the policy to show nothing for it and say what is lost.
 #
 # Next: [5.3](03_trunk.ipynb) brings the 109 GB that every token must pass through.
 

@@ -10,7 +10,9 @@
 #
 # Needs chapters 5.8, 5.13, 5.16, 5.18, 5.20 and 5.21. Runs in seconds.
 #
-# [5.21 Bytes to ids and back](21_tokenizer.ipynb) · [contents](../README.md) · [5.23 Whether every byte is the one that was published](23_verify.ipynb)
+# [5.21 Bytes to ids and back](21_tokenizer.ipynb) ·
+# [contents](../README.md) ·
+# [5.23 Whether every byte is the one that was published](23_verify.ipynb)
 
 # %%
 import json
@@ -421,7 +423,7 @@ class Engine(Engine):
 # %% [markdown]
 # ## 5.22.4 A number that is not finite
 #
-# A product came out infinite or NaN (1.4.4), and the error names the weight that was taken last and the rows behind the
+# A product came out infinite or NaN (1.5.4), and the error names the weight that was taken last and the rows behind the
 # product. The engine reads those rows again and says what is wrong: a damaged number in the file, or finite weights
 # whose sum float32 could not hold.
 #
@@ -607,6 +609,7 @@ with load(ORACLE / "model", ram="1GB", context=32) as model:
     go_on.set()
     first.join()
     assert answers == [alone]
+
 
 # %% [markdown]
 # One scale byte of one expert becomes 255, which is NaN. The line names file, tensor, row and column.

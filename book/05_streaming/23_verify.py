@@ -1,11 +1,14 @@
 # %% [markdown]
 # # 5.23 Whether every byte is the one that was published
 #
-# A header says where a weight lies, not whether it is right. One wrong byte in 1.56 TB still gives fluent text, so this chapter compares
-# files with hashes that somebody computed before the damage. At the end you can check a download against what the download itself left
-# behind, write a manifest that `sha256sum` reads, break a check off and take it up again, and say what was *not* checked.
+# A header says where a weight lies, not whether it is right. One wrong byte in 1.56 TB still gives fluent text, so this
+# chapter compares files with hashes that somebody computed before the damage. At the end you can check a download
+# against what the download itself left behind, write a manifest that `sha256sum` reads, break a check off and take it
+# up again, and say what was *not* checked.
 #
-# [5.22 From a folder to a running model](22_engine.ipynb) · [contents](../README.md) · [5.24 A checkpoint without the weights](24_synth.ipynb)
+# [5.22 From a folder to a running model](22_engine.ipynb) ·
+# [contents](../README.md) ·
+# [5.24 A checkpoint without the weights](24_synth.ipynb)
 
 # %%
 import shutil
@@ -35,8 +38,8 @@ scratch = Path(tempfile.mkdtemp())
 #
 # ## 5.23.1 By hand: one bit, and what sees it
 #
-# Flip the lowest bit of one weight. The size is the same, the header is the same, and the sum of the bytes moves by one in 1.56 TB.
-# A hash is made so that about half of its 256 bits change.
+# Flip the lowest bit of one weight. The size is the same, the header is the same, and the sum of the bytes moves by one
+# in 1.56 TB. A hash is made so that about half of its 256 bits change.
 
 # %%
 toy = bytes(range(64))
@@ -47,8 +50,9 @@ print("SHA-256:", one[:6].hex(), "...", other[:6].hex(), "...")
 print("bits that differ:", sum((a ^ b).bit_count() for a, b in zip(one, other)), "of 256")
 
 # %% [markdown]
-# Two kinds of hash come with a download. Large files are known by their SHA-256. Small ones live in git, whose hash is SHA-1 of the word
-# `blob`, the length and a zero byte, then the file. Plain SHA-1 is another number, as git itself says.
+# Two kinds of hash come with a download. Large files are known by their SHA-256. Small ones live in git, whose hash is
+# SHA-1 of the word `blob`, the length and a zero byte, then the file. Plain SHA-1 is another number, as git itself
+# says.
 
 # %%
 git_of_hello = "ce013625030ba8dba906f756967f9e9ca394464a"  # what `git hash-object` prints for these six bytes
@@ -59,8 +63,9 @@ assert hashlib.sha1(hello).hexdigest() != git_of_hello
 # %% [markdown]
 # ## 5.23.2 A file's hashes, in four megabytes
 #
-# The file goes by in pieces through one buffer, and the page cache is told to forget each piece: 1.56 TB of once-read bytes would push out
-# everything else. Size, times and inode are looked at before and after, since a file that changes meanwhile has no hash.
+# The file goes by in pieces through one buffer, and the page cache is told to forget each piece: 1.56 TB of once-read
+# bytes would push out everything else. Size, times and inode are looked at before and after, since a file that changes
+# meanwhile has no hash.
 
 # %% tags=["export"]
 import hashlib
@@ -145,8 +150,8 @@ print(shard.name, mine[SHA256][:12], mine[GIT][:12])
 # %% [markdown]
 # ## 5.23.3 The manifest: a file that `sha256sum -c` reads
 #
-# A hash, two spaces, a name: the oldest format there is, so nobody needs this book to check it. A line that is not one is refused, and so
-# is a name that leads out of the model's folder or stands there twice.
+# A hash, two spaces, a name: the oldest format there is, so nobody needs this book to check it. A line that is not one
+# is refused, and so is a name that leads out of the model's folder or stands there twice.
 
 # %% tags=["export"]
 _LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](?:\./)*([^\x00-\x1f]+)")
@@ -181,8 +186,9 @@ def read_manifest(path):
 
 
 # %% [markdown]
-# Where should it lie? Not inside: this program never writes into a model's folder, which may be a cache's or read-only. So beside it, under
-# the model's name. In a hub cache the folder of snapshots may hold nothing but snapshots, and beside is one level up.
+# Where should it lie? Not inside: this program never writes into a model's folder, which may be a cache's or read-only.
+# So beside it, under the model's name. In a hub cache the folder of snapshots may hold nothing but snapshots, and
+# beside is one level up.
 
 # %% tags=["export"]
 def manifest_path(folder):
@@ -207,8 +213,9 @@ for bad in ("", "ab" * 31 + "  a\n", "ab" * 32 + "  ../a\n", text + text):
 # %% [markdown]
 # ## 5.23.4 What a download leaves behind
 #
-# A hub cache stores each file under its hash, `blobs/<hash>`, and a snapshot is links to those. `hf download --local-dir` puts real files in
-# place and keeps `.cache/huggingface/download/<name>.metadata`: commit, hash, time, a line each. 64 digits are SHA-256, 40 are git's.
+# A hub cache stores each file under its hash, `blobs/<hash>`, and a snapshot is links to those. `hf download
+# --local-dir` puts real files in place and keeps `.cache/huggingface/download/<name>.metadata`: commit, hash, time, a
+# line each. 64 digits are SHA-256, 40 are git's.
 
 # %% tags=["export"]
 class Expected(NamedTuple):
@@ -252,9 +259,10 @@ for folder in (local, repository / "snapshots" / "abc"):
 # %% [markdown]
 # ## 5.23.5 What can be said without reading the payload
 #
-# Headers, index and config must agree (5.6, 5.1). The file sizes of the released checkpoint are public, so they are checked where the config
-# is the released one: where it implies that many tensors and bytes. Four sizes are enough for 92 of them: KDA or MLA, and a layer number of
-# one digit or two, which makes each of some 5,400 names in a header a byte longer.
+# Headers, index and config must agree (5.6, 5.1). The file sizes of the released checkpoint are public, so they are
+# checked where the config is the released one: where it implies that many tensors and bytes. Four sizes are enough for
+# 92 of them: KDA or MLA, and a layer number of one digit or two, which makes each of some 5,400 names in a header a
+# byte longer.
 
 # %% tags=["export"]
 RELEASED = 497_052, 1_559_965_606_912  # tensors of the text stack and their bytes
@@ -296,10 +304,10 @@ print(f"{sum(published_sizes().values()):,} bytes in {len(published_sizes())} fi
 # %% [markdown]
 # ## 5.23.6 Taking up where it was broken off
 #
-# Hashing 1.56 TB takes a quarter of an hour on a fast disk and hours on a slow one. Each finished file's hash is appended to
-# `MODEL.sha256.partial` with the file's stamp. A later run believes a line only if the stamp is still the same: a shard that was replaced
-# or touched is hashed anew, and so is one whose line was cut off. What this cannot see is a disk that decays in between, so a run that
-# ends well removes the file.
+# Hashing 1.56 TB takes a quarter of an hour on a fast disk and hours on a slow one. Each finished file's hash is
+# appended to `MODEL.sha256.partial` with the file's stamp. A later run believes a line only if the stamp is still the
+# same: a shard that was replaced or touched is hashed anew, and so is one whose line was cut off. What this cannot see
+# is a disk that decays in between, so a run that ends well removes the file.
 
 # %% tags=["export"]
 _KEPT = re.compile(r"([0-9a-f]{64}) (\d+) (\d+) (\d+) (\d+) (.+)")
@@ -340,8 +348,9 @@ class Kept:
 # %% [markdown]
 # ## 5.23.7 All files, and an account of what was compared
 #
-# Several files are hashed at once: the arithmetic of SHA-256 is one long chain a file, and Python lets go of its lock meanwhile. A file
-# that is known to be damaged is not hashed too. What has no expected hash is counted and said, not passed over.
+# Several files are hashed at once: the arithmetic of SHA-256 is one long chain a file, and Python lets go of its lock
+# meanwhile. A file that is known to be damaged is not hashed too. What has no expected hash is counted and said, not
+# passed over.
 
 # %% tags=["export"]
 _SHARD_FILE = re.compile(r"model(-\d{5,6}-of-\d{5,6})?\.safetensors", re.ASCII)
@@ -536,8 +545,8 @@ print("the folder and its manifest agree")
 # %% [markdown]
 # ## 5.23.8 Fluent, and wrong
 #
-# The sign of one weight, in the value projection of layer 4: one bit of 6.6 MB. The engine of chapter 5.25 reads the file, finds every size
-# right and every number finite, and answers in the same tone. Only the hash names the shard.
+# The sign of one weight, in the value projection of layer 4: one bit of 6.6 MB. The engine of chapter 5.25 reads the
+# file, finds every size right and every number finite, and answers in the same tone. Only the hash names the shard.
 
 # %%
 bad = Path(shutil.copytree(ORACLE, scratch / "model"))
@@ -570,8 +579,9 @@ result = verify(bad, read_config(bad), check_tensors, show=lambda line: print(li
 assert [*result.damaged] == ["model-00005-of-000016.safetensors"] and result.config_checked
 
 # %% [markdown]
-# How often does one flipped bit show? Forty bits at random places of the text stack, each in a copy of its own making, each decoded for eight
-# tokens. Most change the logits and no id: nobody would notice, until the day a margin is small. The hash sees all of them.
+# How often does one flipped bit show? Forty bits at random places of the text stack, each in a copy of its own making,
+# each decoded for eight tokens. Most change the logits and no id: nobody would notice, until the day a margin is small.
+# The hash sees all of them.
 
 # %%
 with Checkpoint(ORACLE) as checkpoint:
@@ -625,8 +635,8 @@ plt.show()
 # %% [markdown]
 # ## 5.23.9 Broken off, taken up, and traps
 #
-# A run that is stopped after some files leaves their lines. The next reads only the others. A shard that was touched since is not believed,
-# nor is one whose line lost its end.
+# A run that is stopped after some files leaves their lines. The next reads only the others. A shard that was touched
+# since is not believed, nor is one whose line lost its end.
 
 # %%
 class Stopped(Exception):
@@ -673,8 +683,8 @@ assert hashlib.sha1(whole).hexdigest() != mine[GIT]
 # %% [markdown]
 # ## 5.23.10 Make it fast
 #
-# The chain of SHA-256 is the work: a gigabyte or two a second and core where the processor has instructions for it. Pieces must be long enough that Python
-# does not count; two files at once use two cores. The full model is 1.56 TB.
+# The chain of SHA-256 is the work: a gigabyte or two a second and core where the processor has instructions for it.
+# Pieces must be long enough that Python does not count; two files at once use two cores. The full model is 1.56 TB.
 
 # %% tags=["nbval-ignore-output"]
 big = [scratch / f"big{i}" for i in range(2)]
@@ -699,13 +709,17 @@ for label, files, piece in (("4 KiB at a time", big[:1], 4096), ("4 MiB at a tim
 # %% [markdown]
 # ## 5.23.11 Summary
 #
-# - A size and a header say nothing about a payload; a hash that was computed elsewhere does. Blob names and `.metadata` are such hashes, and free.
-# - `k3 verify MODEL --write-manifest` keeps today's hashes beside the model: proof against later damage, not against damage that is there already.
+# - A size and a header say nothing about a payload; a hash that was computed elsewhere does. Blob names and `.metadata`
+#   are such hashes, and free.
+# - `k3 verify MODEL --write-manifest` keeps today's hashes beside the model: proof against later damage, not against
+#   damage that is there already.
 # - What was not compared is part of the answer.
 #
 # **Exercises.**
-# 1. Find the shortest list of byte positions whose flips leave all logits as they are. Which tensors are they in, and why?
-# 2. Hash a file's 4 MiB pieces separately and list them. What would a manifest of pieces cost for 1.56 TB, and what could it say that this one cannot?
+# 1. Find the shortest list of byte positions whose flips leave all logits as they are. Which tensors are they in, and
+#    why?
+# 2. Hash a file's 4 MiB pieces separately and list them. What would a manifest of pieces cost for 1.56 TB, and what
+#    could it say that this one cannot?
 # 3. Verify while decoding: which bytes does one token read twice, and could a reader hash what it reads?
 #
 # Next: a layer whose memory never grows. [2.1 Kimi Delta Attention](../02_kda/01_kda.ipynb)

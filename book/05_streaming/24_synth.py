@@ -1,11 +1,13 @@
 # %% [markdown]
 # # 5.24 A checkpoint without the weights
 #
-# The engine of this book must open, index, plan and stream 1.56 TB that few readers have. This chapter writes a stand-in: the released
-# names, types, shapes and file sizes, in about 5 GB of real bytes and a great many zeros. At the end you can make one of any shape, know
-# why its holes are honest, and know what it cannot show.
+# The engine of this book must open, index, plan and stream 1.56 TB that few readers have. This chapter writes a
+# stand-in: the released names, types, shapes and file sizes, in about 5 GB of real bytes and a great many zeros. At the
+# end you can make one of any shape, know why its holes are honest, and know what it cannot show.
 #
-# [5.23 Whether every byte is the one that was published](23_verify.ipynb) · [contents](../README.md) · [5.25 The dial: one model, any budget](25_decode.ipynb)
+# [5.23 Whether every byte is the one that was published](23_verify.ipynb) ·
+# [contents](../README.md) ·
+# [5.25 The dial: one model, any budget](25_decode.ipynb)
 
 # %%
 import time
@@ -34,8 +36,8 @@ scratch = tempfile.TemporaryDirectory()
 #
 # ## 5.24.1 By hand: three bytes in a megabyte
 #
-# A file's length and its bytes on disk are two numbers. Set the length, seek, write; the file system remembers where data are, page by
-# page, and invents zeros elsewhere. A reader cannot tell them from zeros that were written.
+# A file's length and its bytes on disk are two numbers. Set the length, seek, write; the file system remembers where
+# data are, page by page, and invents zeros elsewhere. A reader cannot tell them from zeros that were written.
 
 # %%
 toy = Path(scratch.name) / "toy"
@@ -48,7 +50,8 @@ print(f"length {toy.stat().st_size:,}; bytes that are not zero: {sum(map(bool, d
 
 
 # %% [markdown]
-# Where the data are, `lseek` answers: `SEEK_DATA` finds the next byte on disk, `SEEK_HOLE` the next that is not. Three bytes cost a page.
+# Where the data are, `lseek` answers: `SEEK_DATA` finds the next byte on disk, `SEEK_HOLE` the next that is not. Three
+# bytes cost a page.
 
 # %% tags=["nbval-ignore-output"]
 def data_extents(path):
@@ -70,8 +73,9 @@ print(f"on disk {toy.stat().st_blocks * 512:,} bytes; data at {data_extents(toy)
 # %% [markdown]
 # ## 5.24.2 The numbers of a config
 #
-# Chapter 5.1 reads a `config.json` and derives every tensor's name and shape from it. Here the same tables are used the other way: from
-# numbers to the file. Three presets: the released shape, a slice of it at full width, and the small 13-layer graph.
+# Chapter 5.1 reads a `config.json` and derives every tensor's name and shape from it. Here the same tables are used the
+# other way: from numbers to the file. Three presets: the released shape, a slice of it at full width, and the small
+# 13-layer graph.
 
 # %% tags=["export"]
 import hashlib
@@ -128,8 +132,8 @@ ORACLE = RELEASED | {
 PRESETS = {"full": (RELEASED, True), "slice": (SLICE, False), "oracle": (ORACLE, False)}  # numbers, and whether most rows stay holes
 
 # %% [markdown]
-# Any number can be changed, since a test wants odd models: more KDA heads than MLA heads, widths that divide nothing. Each is held to the
-# limits the reader has, and refused by the name of the argument.
+# Any number can be changed, since a test wants odd models: more KDA heads than MLA heads, widths that divide nothing.
+# Each is held to the limits the reader has, and refused by the name of the argument.
 
 # %% tags=["export"]
 LIMITS = {name: (int, low, high) for name, low, high in INTEGERS.values()} | {name: (float, low, high) for name, low, high in REALS.values()}
@@ -171,9 +175,10 @@ for preset, changes in ("huge", {}), ("slice", {"layers": 0}), ("full", {"expert
         print(str(error)[:110])
 
 # %% [markdown]
-# The last 256 ids of the released vocabulary are control tokens (16 in a small one). Their names are facts, so `tokenizer_config.json` can
-# be written and generation knows where to stop. The vocabulary itself, `tiktoken.model`, is not ours to write: copy the released file
-# into the folder and `--prompt` works, provided the vocabulary has its 163,840 ids.
+# The last 256 ids of the released vocabulary are control tokens (16 in a small one). Their names are facts, so
+# `tokenizer_config.json` can be written and generation knows where to stop. The vocabulary itself, `tiktoken.model`, is
+# not ours to write: copy the released file into the folder and `--prompt` works, provided the vocabulary has its
+# 163,840 ids.
 
 # %% tags=["export"]
 CONTROL = {
@@ -201,8 +206,8 @@ def tokenizer_tree(vocab):
 
 
 # %% [markdown]
-# `config.json` says at its top that it is synthetic, and how it was made. The layers follow the released rule, counted from one: every
-# fourth is MLA, and the last.
+# `config.json` says at its top that it is synthetic, and how it was made. The layers follow the released rule, counted
+# from one: every fourth is MLA, and the last.
 
 # %% tags=["export"]
 def config_tree(found, marker):
@@ -222,7 +227,8 @@ def config_tree(found, marker):
 
 
 # %% [markdown]
-# Reading the file back gives what decides every byte from here on: a believed config, whether rows may stay holes, and a seed.
+# Reading the file back gives what decides every byte from here on: a believed config, whether rows may stay holes, and
+# a seed.
 
 # %% tags=["export"]
 class Recipe(NamedTuple):
@@ -247,7 +253,8 @@ def write_config(folder, preset, seed, **changes):
 
 
 # %% [markdown]
-# The gate: what the reader makes of our released preset equals what it makes of `fixtures/k3/config.json`, field by field.
+# The gate: what the reader makes of our released preset equals what it makes of `fixtures/k3/config.json`, field by
+# field.
 
 # %%
 full = write_config(Path(scratch.name), "full", 0)
@@ -258,8 +265,8 @@ assert full.config == theirs
 # %% [markdown]
 # ## 5.24.3 The sizes of the files betray the order of the tensors
 #
-# Layer $L$ is file $L + 1$; then come one file with tables and globals, the projector, the vision tower. A text reader skips the last two,
-# so small models get two tiny ones, to be skipped.
+# Layer $L$ is file $L + 1$; then come one file with tables and globals, the projector, the vision tower. A text reader
+# skips the last two, so small models get two tiny ones, to be skipped.
 
 # %% tags=["export"]
 TOWER = {"wqkv": (4608, 1024), "wo": (1024, 1536), "mlp.fc0": (4096, 1024), "mlp.fc1": (1024, 4096), "norm0": (1024,), "norm1": (1024,)}
@@ -289,8 +296,9 @@ def files(c, released):
 
 
 # %% [markdown]
-# In what order do they lie? Nobody says, but the size of each file is published, to the byte. Offsets are written in decimal, so another
-# order makes a header longer or shorter. The format's own library saves by type, then by name; that is the guess.
+# In what order do they lie? Nobody says, but the size of each file is published, to the byte. Offsets are written in
+# decimal, so another order makes a header longer or shorter. The format's own library saves by type, then by name; that
+# is the guess.
 
 # %% tags=["export"]
 def file_order(tensors):
@@ -320,8 +328,8 @@ for label, values in off.items():
     print(f"{label:34s} {values.count(0):2d} of {len(values)} sizes equal; others off by {sorted({*values} - {0})}")
 
 # %% [markdown]
-# Only the guess survives, and it does so for all 96 files (checked in 5.24.7). Two wrong orders agree in files that hold one type only and
-# few tensors, so a check on the smallest file would have passed them.
+# Only the guess survives, and it does so for all 96 files (checked in 5.24.7). Two wrong orders agree in files that
+# hold one type only and few tensors, so a check on the smallest file would have passed them.
 
 # %%
 fig, ax = plt.subplots(figsize=(6, 3))
@@ -336,13 +344,13 @@ plt.show()
 
 
 # %% [markdown]
-# A matching size is evidence, not proof: two tensors of one shape could be exchanged unseen. Nothing depends on it. A reader goes by the
-# header, and the tests of this module shuffle the order.
+# A matching size is evidence, not proof: two tensors of one shape could be exchanged unseen. Nothing depends on it. A
+# reader goes by the header, and the tests of this module shuffle the order.
 #
 # ## 5.24.4 Bits that belong to a name
 #
-# A value must not depend on what was written before it, or files could not be written in parallel, nor one alone. So each tensor has its
-# own stream: a hash of seed and name starts the generator.
+# A value must not depend on what was written before it, or files could not be written in parallel, nor one alone. So
+# each tensor has its own stream: a hash of seed and name starts the generator.
 
 # %% tags=["export"]
 def stream(seed, *what):
@@ -352,8 +360,8 @@ def stream(seed, *what):
 
 
 # %% [markdown]
-# BF16 is the upper half of a float32, rounded to nearest; a tie goes to the even one. Adding `0x7fff` and the last kept bit, then cutting,
-# does exactly that.
+# BF16 is the upper half of a float32, rounded to nearest; a tie goes to the even one. Adding `0x7fff` and the last kept
+# bit, then cutting, does exactly that.
 
 # %% tags=["export"]
 def to_bf16(x):
@@ -368,8 +376,8 @@ def to_bf16(x):
 
 
 # %% [markdown]
-# By hand: BF16 has 7 bits behind the point, so its neighbours of one are $1 + 2^{-7}$ and $1 - 2^{-8}$. Halfway points go to the side with a last
-# bit of zero. Cutting instead of rounding pulls every weight towards zero.
+# By hand: BF16 has 7 bits behind the point, so its neighbours of one are $1 + 2^{-7}$ and $1 - 2^{-8}$. Halfway points
+# go to the side with a last bit of zero. Cutting instead of rounding pulls every weight towards zero.
 
 # %%
 halves = np.array([1, 1 + 2**-8, 1 + 2**-7 + 2**-8, 1 - 2**-9, -1 - 2**-8 - 2**-12], np.float32)
@@ -384,8 +392,8 @@ for label, bits in ("nearest", to_bf16(x)), ("cut", (x.view(np.uint32) >> 16).as
 
 
 # %% [markdown]
-# Values are evenly spread over an interval: sums of hundreds of them are close to normal anyway, and sixteen random bits each are plenty
-# for a type that keeps eight. The generator's raw output is what numpy promises never to change.
+# Values are evenly spread over an interval: sums of hundreds of them are close to normal anyway, and sixteen random
+# bits each are plenty for a type that keeps eight. The generator's raw output is what numpy promises never to change.
 
 # %% tags=["export"]
 def draw(bits, dtype, count, low, high):
@@ -407,9 +415,9 @@ print("seed 1:", wide(draw(stream(1, name), "BF16", 6, 0.75, 1.25)), "| scales:"
 # %% [markdown]
 # ## 5.24.5 Which rows live
 #
-# The sparse preset may cost 6 GB of 1,561, and what it leaves must still be a model: its output must depend on the input token, on every
-# kind of layer, on the experts chosen. So live rows are chosen to meet each other: the same heads in q, k, v and gate, the same rows in
-# both halves of a gated MLP.
+# The sparse preset may cost 6 GB of 1,561, and what it leaves must still be a model: its output must depend on the
+# input token, on every kind of layer, on the experts chosen. So live rows are chosen to meet each other: the same heads
+# in q, k, v and gate, the same rows in both halves of a gated MLP.
 
 # %% tags=["export"]
 ROWS = 128  # live rows of a large matrix
@@ -457,8 +465,8 @@ for name in "language_model.model.layers.3.self_attn.o_proj.weight", "language_m
 
 
 # %% [markdown]
-# A head is a block of rows in the projections that lead to heads. In a hole head q, k and v are zero, and so is what it says: the L2 norm and
-# the RMSNorm of zero are zero, not NaN, thanks to their epsilon.
+# A head is a block of rows in the projections that lead to heads. In a hole head q, k and v are zero, and so is what it
+# says: the L2 norm and the RMSNorm of zero are zero, not NaN, thanks to their epsilon.
 
 # %% tags=["export"]
 def head_rows(c, layer, short):
@@ -483,8 +491,8 @@ def live_experts(r, layer):
 
 
 # %% [markdown]
-# Every other matrix gets a run of 128 rows, at a place of the layer's own but the same for matrices of equal height. Rows of one matrix lie
-# next to each other, so that a page of 4,096 bytes is seldom half used.
+# Every other matrix gets a run of 128 rows, at a place of the layer's own but the same for matrices of equal height.
+# Rows of one matrix lie next to each other, so that a page of 4,096 bytes is seldom half used.
 
 # %% tags=["export"]
 def live_rows(r, name, dtype, shape):
@@ -515,8 +523,9 @@ for L, kind in (0, "KDA"), (3, "MLA"):
 # %% [markdown]
 # ## 5.24.6 How large a weight should be
 #
-# A weight drawn from $\pm\sqrt{3/n}$ has variance $1/n$, and a sum over $n$ inputs of size one has size one again. The $n$ that counts is the number of
-# *live* inputs: an output projection reads two heads of 96. With $n$ = 12,288 it would whisper; a norm would then cancel most of what a wrong kernel does.
+# A weight drawn from $\pm\sqrt{3/n}$ has variance $1/n$, and a sum over $n$ inputs of size one has size one again. The
+# $n$ that counts is the number of *live* inputs: an output projection reads two heads of 96. With $n$ = 12,288 it would
+# whisper; a norm would then cancel most of what a wrong kernel does.
 
 # %% tags=["export"]
 GAIN = {"o_proj": 2.0, "down_proj": 2.0, "lm_head": 3.0}  # the first two follow a gate that halves
@@ -554,8 +563,9 @@ def interval(r, layer, short, shape):
 
 
 # %% [markdown]
-# Three tensors have rows of their own kind. `A_log` is padded with entries that must not be used. The head's rows of control ids are small, so
-# that no decode stops by accident. And a sparse router's bias favours live experts, since chance would seldom choose 16 of 896.
+# Three tensors have rows of their own kind. `A_log` is padded with entries that must not be used. The head's rows of
+# control ids are small, so that no decode stops by accident. And a sparse router's bias favours live experts, since
+# chance would seldom choose 16 of 896.
 
 # %% tags=["export"]
 class Run(NamedTuple):
@@ -585,8 +595,9 @@ def runs(r, name, dtype, shape):
 
 
 # %% [markdown]
-# The check: one router of the released width, fed 40 random inputs of size one. A useful choice takes live experts and others, and changes from
-# token to token. The released model chooses again about 29% of a token's experts for the next. Without the bias, the live ones are as good as absent.
+# The check: one router of the released width, fed 40 random inputs of size one. A useful choice takes live experts and
+# others, and changes from token to token. The released model chooses again about 29% of a token's experts for the next.
+# Without the bias, the live ones are as good as absent.
 
 # %%
 def values(r, name, dtype, shape):
@@ -612,7 +623,8 @@ for label, b in ("with the bias", bias), ("without", 0):
 # %% [markdown]
 # ## 5.24.7 A plan, and the census without a file
 #
-# Everything so far is arithmetic on shapes. Put together, file by file, it says what would be written where, before a byte is.
+# Everything so far is arithmetic on shapes. Put together, file by file, it says what would be written where, before a
+# byte is.
 
 # %% tags=["export"]
 class Piece(NamedTuple):
@@ -703,8 +715,8 @@ assert pages < 6e9
 # %% [markdown]
 # ## 5.24.8 Written whole or not at all
 #
-# One file: its length, its header, its runs. Values are made 32,768 at a time, which fits a core's cache. A file checks whether it was
-# told to stop, so that Ctrl-C does not wait for 17 GB.
+# One file: its length, its header, its runs. Values are made 32,768 at a time, which fits a core's cache. A file checks
+# whether it was told to stop, so that Ctrl-C does not wait for 17 GB.
 
 # %% tags=["export"]
 CHUNK = 1 << 15  # values made at a time
@@ -750,8 +762,9 @@ def write_shards(folder, shards, seed, progress):
 
 
 # %% [markdown]
-# Two refusals come before the first shard: a folder that holds anything, and a disk that is too full. The plan's pages count, plus 1% for what
-# the file system notes about them. Where it keeps no holes the whole length counts, so it is asked.
+# Two refusals come before the first shard: a folder that holds anything, and a disk that is too full. The plan's pages
+# count, plus 1% for what the file system notes about them. Where it keeps no holes the whole length counts, so it is
+# asked.
 
 # %% tags=["export"]
 def prepare(folder):
@@ -791,8 +804,8 @@ def write_index(folder, shards):
 
 
 # %% [markdown]
-# Everything goes to a folder beside the one asked for, which gets its name in the end. Whatever happens before that, a full disk or Ctrl-C, that
-# folder is removed and nothing half-written is left to be mistaken for a model.
+# Everything goes to a folder beside the one asked for, which gets its name in the end. Whatever happens before that, a
+# full disk or Ctrl-C, that folder is removed and nothing half-written is left to be mistaken for a model.
 
 # %% tags=["export"]
 class Written(NamedTuple):
@@ -837,8 +850,8 @@ def synth(folder, preset="full", seed=0, layers=None, experts=None, vocab=None, 
 
 
 # %% [markdown]
-# The small preset, really written. The `safetensors` library, a reader we did not write, finds the bytes of every tensor, and the census
-# of chapter 5.6 counts the graph.
+# The small preset, really written. The `safetensors` library, a reader we did not write, finds the bytes of every
+# tensor, and the census of chapter 5.6 counts the graph.
 
 # %%
 home = Path(scratch.name) / "oracle"
@@ -852,8 +865,8 @@ print(small.census(experts_per_token=4).table())
 
 
 # %% [markdown]
-# Same seed, same bytes, in whatever order the files are written. The trap is one generator for all: correct values, no two alike, and a
-# different checkpoint as soon as two threads race.
+# Same seed, same bytes, in whatever order the files are written. The trap is one generator for all: correct values, no
+# two alike, and a different checkpoint as soon as two threads race.
 
 # %%
 def digest(tensors, bits_of):
@@ -884,8 +897,8 @@ print("left behind:", [path.name for path in Path(scratch.name).iterdir() if pat
 # %% [markdown]
 # ## 5.24.9 Holes, looked at
 #
-# The same code at full width, three layers and 64 experts: layer 1 is KDA with a MoE. What the file system says is on disk must be what the
-# plan says was written, and nothing else.
+# The same code at full width, three layers and 64 experts: layer 1 is KDA with a MoE. What the file system says is on
+# disk must be what the plan says was written, and nothing else.
 
 # %%
 wide_home = Path(scratch.name) / "wide"
@@ -911,8 +924,9 @@ axes[0].set_title(f"Layer 1: {layer.written() / 1e6:.0f} of {layer.size / 1e6:,.
 plt.show()
 
 # %% [markdown]
-# What does a hole expert say? Scale bytes 0 mean $2^{-127}$, code 0 means zero: its weights are exactly zero. A decoder that lowers the
-# exponent before it multiplies, a trick worth having, wraps byte 0 to $-\infty$ and turns the hole into NaN. So holes are a test, too.
+# What does a hole expert say? Scale bytes 0 mean $2^{-127}$, code 0 means zero: its weights are exactly zero. A decoder
+# that lowers the exponent before it multiplies, a trick worth having, wraps byte 0 to $-\infty$ and turns the hole into
+# NaN. So holes are a test, too.
 
 # %%
 recipe = Recipe(read_config(wide_home), True, 0)
@@ -937,12 +951,13 @@ assert not w.any() and np.isnan(naive).any()
 # | 93 layers in order, routing that changes, all kinds of tensors | an error confined to rows that are zero |
 # | equal bits at every budget, chunk and thread count | what trained weights do: outliers, skewed routing, text |
 #
-# For the device there is `slice`, whose every byte is real. A copy must keep holes (`cp --sparse=always`, `tar -S`), or 5 GB become 1,561.
+# For the device there is `slice`, whose every byte is real. A copy must keep holes (`cp --sparse=always`, `tar -S`), or
+# 5 GB become 1,561.
 #
 # ## 5.24.10 Make it fast
 #
-# Drawing is the work. Each step of the ladder changes one thing. Normal deviates need a table and sometimes a logarithm; a float32 takes 32
-# random bits of which BF16 keeps 8; arrays that leave the cache wait for memory.
+# Drawing is the work. Each step of the ladder changes one thing. Normal deviates need a table and sometimes a
+# logarithm; a float32 takes 32 random bits of which BF16 keeps 8; arrays that leave the cache wait for memory.
 
 # %% tags=["nbval-ignore-output"]
 def per_value(make, count, repeats=5):
@@ -965,13 +980,17 @@ for label, make in ladder.items():
 # %% [markdown]
 # ## 5.24.11 Summary
 #
-# - A checkpoint's layout follows from a config: names, order, header, sizes. Ours gives all 96 published sizes and all 497,220 names.
+# - A checkpoint's layout follows from a config: names, order, header, sizes. Ours gives all 96 published sizes and all
+#   497,220 names.
 # - Bits belong to names. Equal seeds give equal bytes in any order of writing, on any number of threads.
-# - A hole is an honest zero: it costs no disk and no device read, and decodes to exactly nothing. That is also its limit.
+# - A hole is an honest zero: it costs no disk and no device read, and decodes to exactly nothing. That is also its
+#   limit.
 #
 # **Exercises.**
-# 1. Which heads are live in no KDA layer of seed 0? Find a seed that leaves fewer, or change `live_heads` so that 69 layers cover all 96.
-# 2. Give layer 50 an `o_proj` of zeros (`runs` returns nothing). How many of eight generated ids change? What if it were layer 92?
+# 1. Which heads are live in no KDA layer of seed 0? Find a seed that leaves fewer, or change `live_heads` so that 69
+#    layers cover all 96.
+# 2. Give layer 50 an `o_proj` of zeros (`runs` returns nothing). How many of eight generated ids change? What if it
+#    were layer 92?
 # 3. Write `resize(home, vocab)`, which cuts a synthetic checkpoint's vocabulary without writing any other file again.
 #
 # Next: what neither names nor sizes can see. [1.5 Whether every byte is the one that was published](05_verify.ipynb)

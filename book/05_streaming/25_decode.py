@@ -7,7 +7,8 @@
 #
 # Needs the whole book; uses what chapters 5.18 to 5.24 made. Runs in under a minute.
 #
-# [5.24 A checkpoint without the weights](24_synth.ipynb) · [contents](../README.md)
+# [5.24 A checkpoint without the weights](24_synth.ipynb) ·
+# [contents](../README.md)
 #
 # Run it in batch with other parameters, from any folder:
 #
@@ -273,7 +274,7 @@ with tempfile.TemporaryDirectory() as scratch:
 # %% [markdown]
 # The right size with a wrong number in it. An E8M0 scale of 255 is NaN, and so is everything it multiplies, zeros
 # included; but SiTU's $\tanh$ would make an innocent 1 of an infinity. So the sums are checked before any curve sees
-# them (1.4.4), and the weights are read again only where a sum is not finite (5.22.4). That costs 1 to 2% of a step
+# them (1.5.4), and the weights are read again only where a sum is not finite (5.22.4). That costs 1 to 2% of a step
 # here, where a row has 128 weights, and less where it has 7168.
 
 # %%

@@ -1,10 +1,11 @@
 # %% [markdown]
-# # 1.5 Exponential, tanh, sigmoid and RMSNorm with the same bits everywhere
+# # 1.6 Exponential, tanh, sigmoid and RMSNorm with the same bits everywhere
 #
 # What K3 needs besides products is a norm and three curves. At the end of this chapter you have all four, made of
 # operations that IEEE 754 fixes, so that no bit depends on the machine or on a library.
 #
-# [1.4 One row, one order](04_matmul.ipynb) · [contents](../README.md) ·
+# [1.5 One row, one order](05_matmul.ipynb) ·
+# [contents](../README.md) ·
 # [2.1 Kimi Delta Attention: a memory that never grows](../02_kda/01_kda.ipynb)
 
 # %%
@@ -33,7 +34,7 @@ from k3lib.simd import float_bits, float_of_bits, fma
 # | ulp | distance between neighbouring float32 at a value | | `np.spacing` |
 
 # %% [markdown]
-# ## 1.5.1 RMSNorm, and an epsilon that hides
+# ## 1.6.1 RMSNorm, and an epsilon that hides
 #
 # $$y = \gamma\, \frac{x}{\sqrt{\frac1n \sum_m x_m^2 + \epsilon}}$$
 #
@@ -132,7 +133,7 @@ plt.show()
 
 
 # %% [markdown]
-# ## 1.5.2 Three curves of our own
+# ## 1.6.2 Three curves of our own
 #
 # K3 needs $e^x$, the logistic sigmoid $\sigma$ and tanh, millions of times a token, in gates, decays and SiTU. Every
 # library has them, and each rounds its own way. Here are 200,000 float32 arguments, and how often two good

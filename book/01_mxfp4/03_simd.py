@@ -1,12 +1,13 @@
 # %% [markdown]
-# # 1.2 Sixteen lanes as one value
+# # 1.3 Sixteen lanes as one value
 #
 # A sum of floating-point numbers has different bits in a different order. At the end of this chapter you can add in
 # an order that is written down, in a way that every CPU runs fast: sixteen float32 numbers become one value of the
 # language.
 #
-# [1.1 Four bits a weight](01_mxfp4.ipynb) · [contents](../README.md) ·
-# [1.3 Threads that share a kernel's work](03_parallel.ipynb)
+# [1.2 Kernels: compiled once, never stale](02_kernel_cache.ipynb) ·
+# [contents](../README.md) ·
+# [1.4 Threads that share a kernel's work](04_parallel.ipynb)
 
 # %%
 import llvmlite.binding as llvm
@@ -30,7 +31,7 @@ from k3lib.mxfp4 import SCALE
 seed = 1
 
 # %% [markdown]
-# ## 1.2.1 The width of a register must not decide
+# ## 1.3.1 The width of a register must not decide
 #
 # A plain loop adds one product after the other, and each addition waits for the one before. A compiler may not
 # reorder a floating-point sum, because that changes the rounding. With `fastmath` it may. It then keeps 4, 8 or 16
@@ -61,7 +62,7 @@ for lanes, s in sums.items():
 # K3 would then round differently on every machine, and near a tie it would *route* differently. So the number of
 # lanes is fixed at sixteen, whatever the CPU has, and the order of the sum is written down once.
 #
-# ## 1.2.2 Make a vector a value
+# ## 1.3.2 Make a vector a value
 #
 # Numba compiles Python functions to machine code. It hands them to LLVM, a compiler that has its own language: the
 # *IR* (intermediate representation), typed instructions on values. Numba knows integers, floats and arrays. It can be
@@ -95,12 +96,12 @@ class _F32x16Model(models.PrimitiveModel):
 
 
 # %% [markdown]
-# ## 1.2.3 Functions that write instructions
+# ## 1.3.3 Functions that write instructions
 #
 # What can be done with such a value is a handful of *intrinsics*. An intrinsic is a Python function that runs while a
 # kernel is compiled. It computes nothing; it writes LLVM instructions into the kernel. `builder` is the pen.
 # `builder.fmul(a, b)` writes one multiplication and returns the name of its result. A Python `for` loop around it
-# writes one instruction a turn and leaves no loop behind. Chapter 1.4 lives by this.
+# writes one instruction a turn and leaves no loop behind. Chapter 1.5 lives by this.
 #
 # The writing functions come first, their names begin with `emit_`. Three of LLVM's instructions need a word:
 #
@@ -214,7 +215,7 @@ def emit_prefetch(builder, pointer: ir.Value) -> None:
 
 
 # %% [markdown]
-# ## 1.2.4 The same as functions of a kernel
+# ## 1.3.4 The same as functions of a kernel
 #
 # An intrinsic gives numba two things: the signature (`result(arguments)`) and the function that writes the code.
 # Kernels then call it like any function. These take flat arrays, and indices that count from 0: nothing looks whether
@@ -358,7 +359,7 @@ for label, (arch, features) in machines.items():
         print(f"{label:16} not in this build of LLVM: {error}")
 
 # %% [markdown]
-# ## 1.2.5 Sixteen codes become sixteen floats
+# ## 1.3.5 Sixteen codes become sixteen floats
 #
 # Doubled, the sixteen values of an MXFP4 code are whole numbers: 0 1 2 3 4 6 8 12 and their negatives. The scale is
 # halved in return. That is safe for every byte only if the halves come from a table: $2^{0-128}$ is subnormal, and
@@ -490,7 +491,7 @@ nibbles(every[:16].copy())[:16]
 
 
 # %% [markdown]
-# ## 1.2.6 Thirty-two bf16 words at once
+# ## 1.3.6 Thirty-two bf16 words at once
 #
 # The target decides also how bf16 is widened. Zero-extending sixteen words and shifting them up are two vector
 # instructions. A permutation of words that leaves zeros where its mask is off (AVX-512BW) is one, and takes 32 words
@@ -560,4 +561,4 @@ assert both(words.astype(np.float32)).tolist() == words[1:].tolist()
 #    2$. Which codes need care, and does it win on your CPU?
 # 2. Write `max16`, the largest lane, with `shuffle_vector` and `llvm.maxnum`. Does its order matter?
 #
-# Next: [1.3](03_parallel.ipynb) shares a kernel's work among threads.
+# Next: [1.4](04_parallel.ipynb) shares a kernel's work among threads.

@@ -1,12 +1,14 @@
 # %% [markdown]
-# # 1.0 Kernels: compiled once, never stale
+# # 1.2 Kernels: compiled once, never stale
 #
 # The arithmetic of this book is written in Python and compiled to machine code by numba. Compiling takes about a minute
 # for the whole package, so the machine code is kept on disk. At the end of this chapter you can say when kept machine
 # code is right to use, and show an edit after which numba's own cache gives a wrong answer. You need it when you change
 # a kernel; skip it on a first reading.
 #
-# [contents](../README.md) · [1.1 MXFP4](01_mxfp4.ipynb)
+# [1.1 Four bits a weight](01_mxfp4.ipynb) ·
+# [contents](../README.md) ·
+# [1.3 Sixteen lanes as one value](03_simd.ipynb)
 
 # %%
 import subprocess
@@ -46,7 +48,7 @@ from numba.extending import is_jitted
 # | entry | a file with the machine code of one kernel for one signature and one CPU |
 # | digest | SHA-256 of some text: equal digests, equal text |
 #
-# ## 1.0.1 What compiling costs
+# ## 1.2.1 What compiling costs
 #
 # A kernel is compiled at its first call. This one has three lines; the book's kernels have thirty and take a second
 # each.
@@ -68,7 +70,7 @@ for call in ("first call", "second call"):
     print(f"{call}: {(time.perf_counter() - start) * 1e3:.3f} ms")
 
 # %% [markdown]
-# ## 1.0.2 A stale entry
+# ## 1.2.2 A stale entry
 #
 # Numba can keep machine code itself: `njit(cache=True)`. It takes an entry as good while the file that holds the kernel
 # is unchanged. But a kernel contains the code of the functions it inlined, and they may lie in another file. Two small
@@ -103,7 +105,7 @@ answers
 assert answers == ["20", "20"]
 
 # %% [markdown]
-# ## 1.0.3 The digest that decides
+# ## 1.2.3 The digest that decides
 #
 # A kernel can inline only what its module can name: its own functions, and what it imports. So the digest of a module
 # is taken over its source *and the sources of all modules it imports from `k3lib`*, directly or not. An edit of a table
@@ -143,7 +145,7 @@ assert source_digest("no_such_module") is None
 
 
 # %% [markdown]
-# ## 1.0.4 Where entries lie
+# ## 1.2.4 Where entries lie
 #
 # In `NUMBA_CACHE_DIR` if that is set. Otherwise beside Python's own compiled files, in `k3lib/__pycache__`; where the
 # package is installed read-only, in the user's cache folder. A container may have neither. Then kernels are compiled in
@@ -169,7 +171,7 @@ def say_uncached(reasons: str) -> None:
 
 
 # %% [markdown]
-# ## 1.0.5 An entry
+# ## 1.2.5 An entry
 #
 # The file's name holds a digest of everything that decides the machine code: the sources, the kernel's name, the
 # signature, the CPU, the versions of numba, LLVM and Python, and numba's settings. A different question has a different
@@ -247,7 +249,7 @@ class KernelCache(KernelCache):
 
 
 # %% [markdown]
-# ## 1.0.6 Two decorators
+# ## 1.2.6 Two decorators
 #
 # `@kernel` compiles a function that Python calls. It lets other Python threads run meanwhile (`nogil`), because readers
 # go on while a kernel works, and it divides as NumPy does (`error_model`).
@@ -286,7 +288,7 @@ def inner(function: F) -> F:
 
 
 # %% [markdown]
-# ## 1.0.7 Check: every edit is seen
+# ## 1.2.7 Check: every edit is seen
 #
 # The two modules again, now as modules of a small `k3lib` of their own: this chapter's module and nothing else of the
 # book.
@@ -350,7 +352,7 @@ assert answers == ["20 compiled", "20 kept", "20 compiled", "20 kept", "20 compi
 answers
 
 # %% [markdown]
-# ## 1.0.8 Summary
+# ## 1.2.8 Summary
 #
 # - Machine code is right to use when every source it was made from is unchanged, the ones it inlined included.
 # - Put what decides an answer into the name under which the answer is kept; then it cannot be stale and two writers
@@ -359,3 +361,6 @@ answers
 #
 # **Exercise.** Numba freezes global variables: a kernel that reads `TILE` contains its value. Why is `TILE = 8` covered
 # by the digest, and `TILE = int(os.environ["TILE"])` not?
+#
+# Next: [1.3](03_simd.ipynb) makes sixteen float32 lanes one value of the language, for sums with the same bits on any
+# CPU.

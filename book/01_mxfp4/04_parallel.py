@@ -1,12 +1,13 @@
 # %% [markdown]
-# # 1.3 Threads that share a kernel's work
+# # 1.4 Threads that share a kernel's work
 #
 # A matrix product is many independent pieces, and a machine has several cores. At the end of this chapter a kernel's
 # work is shared among threads in ten lines of the kernel, a failure or a Ctrl-C ends all of them, and nobody waits
 # for a thread that has nothing left to do.
 #
-# [1.2 Sixteen lanes as one value](02_simd.ipynb) · [contents](../README.md) ·
-# [1.4 One row, one order](04_matmul.ipynb)
+# [1.3 Sixteen lanes as one value](03_simd.ipynb) ·
+# [contents](../README.md) ·
+# [1.5 One row, one order](05_matmul.ipynb)
 
 # %%
 import statistics
@@ -33,7 +34,7 @@ from k3lib.simd import element_pointer
 rounds = 5  # A B A B ... and the median
 
 # %% [markdown]
-# ## 1.3.1 One counter for all
+# ## 1.4.1 One counter for all
 #
 # A kernel's work is a range of items: the tiles of a matrix, the heads of a layer. Items are independent, so any
 # thread may take any of them. Threads take *chunks*, runs of neighbouring items, from one counter, the *cursor*. A
@@ -123,7 +124,7 @@ def busy(n, sums, cursor):
 
 
 # %% [markdown]
-# ## 1.3.2 Who the threads are
+# ## 1.4.2 Who the threads are
 #
 # The threads are the caller and *helpers*, which wait at a queue. A kernel gives up the interpreter's lock while it
 # runs, so Python's threads really run side by side.
@@ -181,7 +182,7 @@ def threads_for(macs: int, threads: int) -> int:
 
 
 # %% [markdown]
-# ## 1.3.3 parallel_for
+# ## 1.4.3 parallel_for
 #
 # When no chunk is left the caller does not wait until the helpers say that they have ended: that would cost more
 # turns of the interpreter's lock. What counts is that every chunk is done. A helper that wakes late finds no chunk
@@ -254,9 +255,8 @@ for threads in (1, 2, 3):
 assert (taken == 3).all()
 print(f"{len(taken):,} items, each taken once by whoever was free")
 
-
 # %% [markdown]
-# ## 1.3.4 The price of a second thread
+# ## 1.4.4 The price of a second thread
 #
 # A call on two threads must wake one. For a few microseconds of work that is a loss.
 
@@ -287,4 +287,4 @@ for n in parts:
 #    work alone?
 # 2. Replace the atomic addition by `cursor[_NEXT] += cursor[_CHUNK]`. How many runs does it take until `count` sees it?
 #
-# Next: [1.4](04_matmul.ipynb) multiplies matrices of every format with one kernel.
+# Next: [1.5](05_matmul.ipynb) multiplies matrices of every format with one kernel.

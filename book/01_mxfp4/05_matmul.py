@@ -1,12 +1,13 @@
 # %% [markdown]
-# # 1.4 One row, one order
+# # 1.5 One row, one order
 #
 # Almost all of K3's work is matrix times vector, with matrices of three formats: bf16, float32 and MXFP4. At the end
 # of this chapter you can multiply all three with one kernel, at about the speed of memory, and promise the same bits
 # on any CPU, with any number of threads or tokens, however the rows arrive.
 #
-# [1.3 Threads that share a kernel's work](03_parallel.ipynb) · [contents](../README.md) ·
-# [1.5 Exponential, tanh, sigmoid and RMSNorm with the same bits everywhere](05_functions.ipynb)
+# [1.4 Threads that share a kernel's work](04_parallel.ipynb) ·
+# [contents](../README.md) ·
+# [1.6 Exponential, tanh, sigmoid and RMSNorm with the same bits everywhere](06_functions.ipynb)
 
 # %%
 import hashlib
@@ -68,6 +69,7 @@ experts = 16  # held in memory for the timings: what one layer reads for one tok
 rounds = 5  # A B A B ... and the median
 seed = 0
 
+
 # %% [markdown]
 # | symbol | meaning | in K3 | in code |
 # |---|---|---|---|
@@ -76,9 +78,8 @@ seed = 0
 # | $y_{t,r} = \sum_m W_{r,m} x_{t,m}$ | output | 12288 | `out[t, r]` |
 # | tile | rows that stay in the nearest cache while all tokens pass over them | 16 | `TILE` |
 
-
 # %% [markdown]
-# ## 1.4.1 By hand: half a float
+# ## 1.5.1 By hand: half a float
 #
 # bf16 is a float32 with its lower sixteen bits cut off: sign, all eight exponent bits, seven bits of mantissa.
 # Widening puts sixteen zero bits behind it, and is exact. Two bytes of another kind, IEEE half precision, look the
@@ -99,7 +100,7 @@ for word, right, wrong in zip(words, wide, words.view(np.float16)):
 
 
 # %% [markdown]
-# ## 1.4.2 One row: sixteen lanes, one tree
+# ## 1.5.2 One row: sixteen lanes, one tree
 #
 # Element $m$ goes to lane $m \bmod 16$, in order, and `sum16` adds the lanes by halves. A row whose length is no
 # multiple of 16 ends with zeros in the missing lanes; nothing behind the row is read.
@@ -146,7 +147,7 @@ for k in [*range(1, 50), 7168]:
 print("within the rounding bound for 50 widths")
 
 # %% [markdown]
-# ## 1.4.3 A reassociating sum changes bits, `dot` does not
+# ## 1.5.3 A reassociating sum changes bits, `dot` does not
 #
 # The same two arrays go to two processes: one compiles for this CPU, the other for the plainest CPU of its family. A
 # sum with `fastmath` may be cut to the width of the registers. `dot` may not.
@@ -187,7 +188,7 @@ print("loose sum:", here[0], "here,", baseline[0], "on a baseline CPU")
 
 
 # %% [markdown]
-# ## 1.4.4 Four rows, four tokens: one template
+# ## 1.5.4 Four rows, four tokens: one template
 #
 # One row at a time loads $x$ anew for each row. Four rows at a time share the loads of $x$, and their four sums do
 # not wait for each other. Four tokens at a time share the unpacking of the weights. Then sixteen sums are under way
@@ -430,7 +431,7 @@ def products(w, rows, x, tokens, column, out, place):
 
 
 # %% [markdown]
-# ## 1.4.5 The matrix: tiles of sixteen rows
+# ## 1.5.5 The matrix: tiles of sixteen rows
 #
 # A kernel takes a tile of sixteen rows, 30 KB for an expert, which the nearest cache holds, and lets all tokens pass
 # over it before the next tile. Tiles are independent, so threads may share them. A chunk is several tiles, because at
@@ -527,7 +528,7 @@ def deinterleaved(x: np.ndarray) -> np.ndarray:
 
 
 # %% [markdown]
-# ## 1.4.6 A matrix is rows that arrive
+# ## 1.5.6 A matrix is rows that arrive
 #
 # A layer never asks where a matrix lies. A matrix in memory and one that streams from disk answer the same calls:
 # `shape`, `multiply`, and `map_blocks` for arithmetic of the layer's own (chapter 3.1). Each output belongs to one
@@ -728,7 +729,7 @@ for T in range(1, 10):
 print("27 products, one answer:", hashlib.sha256(expected.tobytes()).hexdigest()[:16])
 
 # %% [markdown]
-# ## 1.4.7 MXFP4: which bits, exactly
+# ## 1.5.7 MXFP4: which bits, exactly
 #
 # First the gate of chapter 1.1: the fixture's product, to 1e-5 of the largest output, and the wrong reading that no
 # other check sees.
@@ -815,14 +816,14 @@ print({byte: f"{value:.4g}" for byte, value in ends.items()})
 
 
 # %% [markdown]
-# ## 1.4.8 The contract
+# ## 1.5.8 The contract
 #
 # | what could move a bit | what holds it |
 # |---|---|
 # | registers of 4, 8 or 16 lanes | sixteen lanes are a value; `emit_sum` is the only tree |
 # | threads, cut of the rows, tokens in a chunk | one output is one row's product with one token |
 # | a compiler that fuses $ab+c$ | LLVM fuses only under `fastmath`; for one rounding we write `fma` |
-# | exp, σ and tanh of some library | our own, from exact operations and shifts (chapter 1.5) |
+# | exp, σ and tanh of some library | our own, from exact operations and shifts (chapter 1.6) |
 # | BLAS, `np.sum`, `np.dot` | none in the decode path; what LLVM vectorises is elementwise, which moves no bit |
 #
 # Two of these are claims about a compiler. The first is quick to test: $(1+2^{-12})^2 - (1 + 2^{-11})$ is $2^{-24}$
@@ -881,7 +882,7 @@ print("a million quotients and roots correctly rounded; smallest subnormal kept:
 # compile for this CPU and for a baseline one, with one thread and two, and with digests that were written down once.
 
 # %% [markdown]
-# ## 1.4.9 How fast may it be?
+# ## 1.5.9 How fast may it be?
 #
 # A decode step multiplies every weight once, so it cannot be faster than memory is read. Every bf16 weight of the
 # trunk is two bytes and two operations. A routed expert is 0.53 bytes a weight. Read bandwidth is measured, not
@@ -1089,4 +1090,4 @@ plt.show()
 # 3. Delete the line that aligns the stack, and compile for an AVX2 machine (`NUMBA_CPU_NAME=x86-64-v3` and its
 #    features). What do four tokens cost?
 #
-# Next: [1.5](05_functions.ipynb) writes exp, tanh and the norm from operations with the same bits everywhere.
+# Next: [1.6](06_functions.ipynb) writes exp, tanh and the norm from operations with the same bits everywhere.
