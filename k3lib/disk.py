@@ -108,7 +108,7 @@ class File:
         """
         low, end = offset - offset % PAGE, offset + nbytes
         want = whole_pages(end - low)
-        view, done = memoryview(buffer)[:want], 0
+        view, done = buffer.data[:want], 0
         if len(view) < want:
             raise ValueError(f"{nbytes} bytes at offset {offset} need a buffer of {want}, this one has {len(view)}")
         while low + done < end:

@@ -110,7 +110,8 @@ top_again, with_buffer = through_a_buffer()
 assert top_again == top
 
 # %% tags=["nbval-ignore-output"]
-print(f"memory grows by {with_map - before:.0f} MB for the mapped file, {with_buffer - before_buffer:.0f} MB with a buffer")
+print(f"memory grows by {with_map - before:.0f} MB for the mapped file, by {with_buffer - before_buffer:.0f} MB with "
+      "a buffer")
 
 
 # %% [markdown]
@@ -208,7 +209,7 @@ class File(File):
         """
         low, end = offset - offset % PAGE, offset + nbytes
         want = whole_pages(end - low)
-        view, done = memoryview(buffer)[:want], 0
+        view, done = buffer.data[:want], 0
         if len(view) < want:
             raise ValueError(f"{nbytes} bytes at offset {offset} need a buffer of {want}, this one has {len(view)}")
         while low + done < end:

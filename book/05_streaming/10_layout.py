@@ -102,7 +102,8 @@ READ_AHEAD = 3  # row blocks that wait for their matrix
 BLOCK_ENTRY_BYTES = 250  # memory of one RowBlock in a list
 
 
-class Buffers(NamedTuple):
+@dataclass(frozen=True)
+class Buffers:
     "`count` page buffers of `nbytes` each."
 
     count: int

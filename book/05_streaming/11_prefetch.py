@@ -204,7 +204,8 @@ class Prefetcher:
         self._read, self._buffers, self._read_ahead, self._memory = read, buffers, read_ahead, memory
         self._lock = threading.RLock()  # a wait of the caller may be interrupted: see 5.11.3
         self._for_readers, self._for_caller = threading.Condition(self._lock), threading.Condition(self._lock)
-        self._order, self._next, self._cyclic, self._sound, self._closed = [], 0, False, True, False
+        self._order: list = []
+        self._next, self._cyclic, self._sound, self._closed = 0, False, True, False
         self._free, self._ahead = list(buffers), deque[Entry]()
         self._batch: Batch | None = None
         self._reading = self._working = self._idle = 0
