@@ -172,8 +172,8 @@ def _multiply_compiled(files, product, buffer, unit, cursor):
 def read_multiply(files: Files, product: Product, buffer: np.ndarray, cursor: np.ndarray) -> float:
     """Read and multiply units of `product` until `cursor`, int64 [1], gives no more; the processor seconds of that.
 
-    Any number of threads may do so at a time with one cursor, each with a page-aligned `buffer` of its own, which holds
-    at least one row and two pages. Raises CheckpointError.
+    Any number of threads may do so at a time with one cursor, each with a page-aligned `buffer` of its own: whole
+    elements, at least a row and two pages. Raises CheckpointError.
     """
     block, seconds = product.block, 0.0
     unit = unit_rows(block.nbytes // block.rows, len(buffer) - 2 * PAGE)  # compiled code does not look where it ends
