@@ -86,7 +86,7 @@ def multiplied(case, nbytes, files=None):
 # Units
 
 def test_a_unit_is_a_multiple_of_what_a_kernel_takes_where_there_is_room():
-    assert unit_rows(1000, 16 * 1000) == 16 == TILE and unit_rows(1000, 35 * 1000) == 32
+    assert unit_rows(1000, 16 * 1000) == 16 == TILE and unit_rows(1000, 39 * 1000) == 32
     assert unit_rows(1000, 15 * 1000) == 12 and unit_rows(1000, 3999) == 1 and unit_rows(1000, 1000) == 1
     assert unit_rows(1 << 30, 1 << 30) == 1, "a row larger than a unit"
     assert unit_rows(14336) * 14336 <= READ_UNIT < (unit_rows(14336) + TILE) * 14336
