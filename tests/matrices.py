@@ -24,7 +24,7 @@ def write_model(folder, tensors, pad=0):
 
 
 def some_tensors(seed=0):
-    "In the order of a pass: matrices of odd sizes, a vector, a [1, H] weight, a convolution, a float32 matrix, routers."
+    "In the order of a pass: matrices of odd sizes, two of them routers, vectors, a [1, H] weight, a convolution."
     rng = np.random.default_rng(seed)
 
     def bf16(*shape):

@@ -1,7 +1,7 @@
-"""Read calls that fail on demand: run as a program, it puts itself where compiled code and Python find `pread` and `preadv`.
+"""Read calls that fail on demand, in the place where compiled code and Python find `pread` and `preadv`.
 
-It must come before anything compiled is loaded, so it has a process of its own: `python tests/shim.py MODEL`. Prints what happened in
-each case as JSON, for test_failing_io.py to judge.
+It must come before anything compiled is loaded, so it has a process of its own: `python tests/shim.py MODEL`. Prints
+what happened in each case as JSON, for test_failing_io.py to judge.
 """
 import contextlib
 import ctypes
@@ -130,8 +130,9 @@ def main(folder):
     found["afterwards"] = decoded(model)
 
     said = []
-    disk._log.addHandler(handler := logging.Handler())
-    disk._log.propagate, handler.emit = False, lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("k3lib")
+    logger.addHandler(handler := logging.Handler())
+    logger.propagate, handler.emit = False, lambda record: said.append(record.getMessage())
     path, offset, asked = reads[len(reads) // 2]
     slow = threading.Event()
 
@@ -149,8 +150,10 @@ def main(folder):
     model.close()
     found["threads left"] = [thread.name for thread in threading.enumerate() if thread.name.startswith("k3")]
 
-    shard, last = os.path.join(folder, "model-00003-of-000016.safetensors"), os.path.join(folder, "model-00005-of-000016.safetensors")
-    for label, path, args in (("header", shard, ["census", folder]), ("decode", shard, ["decode", folder, "--ids", "1,2"]), ("hash", last, ["verify", folder])):
+    shard, last = (os.path.join(folder, f"model-{number:05d}-of-000016.safetensors") for number in (3, 5))
+    for label, path, args in (("header", shard, ["census", folder]),
+                              ("decode", shard, ["decode", folder, "--ids", "1,2"]),
+                              ("hash", last, ["verify", folder])):
         out, err = io.StringIO(), io.StringIO()
         offset = 12 if label == "header" else 100_000
         with ruled(at(path, offset, -errno.EIO)), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -112,13 +112,14 @@ def test_long_reads_are_split_and_short_ones_continued(tmp_path, monkeypatch, mo
 @pytest.mark.parametrize("size", [0, 1, PAGE - 1, PAGE, PAGE + 700, 2 * PAGE])
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_file_that_ends_too_soon(tmp_path, monkeypatch, size, direct):
-    "However much is left of the file, in whole pages or not: an error that names file and place, never a wait for more."
+    "However much is left, in whole pages or not: an error that names file and place, never a wait for more."
     if not direct:
         monkeypatch.delattr(os, "O_DIRECT", raising=False)
     path = tmp_path / "short"
     path.write_bytes(bytes(size))
     file = File(str(path))
-    with pytest.raises(CheckpointError, match=rf"short: ends at byte {size}, but bytes 10 to {2 * PAGE + 5} are needed"):
+    where = f"short: ends at byte {size}, but bytes 10 to {2 * PAGE + 5} are needed"
+    with pytest.raises(CheckpointError, match=where):
         file.read(page_buffer(4 * PAGE), 10, 2 * PAGE - 5)
     file.close()
 

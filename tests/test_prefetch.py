@@ -59,7 +59,7 @@ class NumberPool:
         return buffer
 
     def consume(self, blocks, limit=2, work=None, present=()):
-        "One batch, checked: each block once, its own bytes before and after its use, few enough at a time. Their order."
+        "One batch: each block once, its own bytes before and after its use, few enough at a time. The order they came in."
         order, most = [], [0]
 
         def use(block, data):
@@ -235,7 +235,7 @@ def test_while_a_batch_streams_one_reader_reads_ahead_and_never_into_the_last_bu
 
 
 def test_a_reader_that_may_not_work_reads_what_is_left_of_a_used_up_order(numbers):
-    "While one call lasts and no other is allowed, the next blocks of the same batch are read: reading and working overlap on one thread."
+    "While one call lasts and no other is allowed, the next blocks of the same batch are read."
     b = numbers(4, 3, 100)
     b.pool.restart(list(range(12)))
     b.until(lambda: len(b.begun) == 4)
@@ -296,7 +296,7 @@ def test_what_a_call_raises_reaches_the_caller_when_no_call_runs_any_more(number
 @pytest.mark.parametrize("limit", [1, 64])
 @pytest.mark.parametrize("read_ahead", [0, 3])
 def test_a_failed_read_reaches_the_caller_and_leaves_none_of_its_bytes(numbers, read_ahead, limit):
-    "Read ahead or not; the buffer that it has half filled goes to other blocks. When the device is mended, so are the blocks."
+    "Read ahead or not. The buffer that it has half filled goes to other blocks; on a repaired device all are right."
     b = numbers(4, 3, read_ahead)
     order = list(range(9))
     for broken in range(9):
@@ -329,7 +329,7 @@ def test_restarting_waits_for_the_reads_under_way(numbers):
 
 
 def test_a_stalled_read_holds_up_its_own_batch_alone(numbers):
-    "A read of the next batch does not end. This batch does, with the buffers and readers that are left; the next waits."
+    "A read of the next batch does not end. This batch does, with the buffers and readers that are left."
     b = numbers(3, 2, 1)
     b.gate, b.stalled = threading.Event(), {4}
     b.pool.restart(list(range(8)), cyclic=True)
@@ -348,7 +348,7 @@ def test_a_stalled_read_holds_up_its_own_batch_alone(numbers):
 
 @pytest.mark.parametrize("buffers, readers, read_ahead", [(1, 1, 1), (3, 2, 2), (4, 3, 0)])
 def test_an_interrupt_at_any_moment_leaves_a_pool_that_restarts(buffers, readers, read_ahead):
-    "Ctrl-C comes to the caller of restart, map_blocks or at_start. Afterwards the same pool works, and all of its buffers do."
+    "Ctrl-C comes to the caller of restart, map_blocks or at_start. Afterwards the pool works, with all of its buffers."
     b = NumberPool(buffers, readers, read_ahead, longest=0)
 
     def run(b):
@@ -451,7 +451,7 @@ def test_an_interrupt_while_the_caller_takes_the_lock_again(numbers):
 
 @pytest.mark.parametrize("working", [False, True])
 def test_closing_wakes_a_caller_that_waits(numbers, working):
-    "At once while a block is read ahead; when the call has ended, while one is worked on: the caller's arrays are in use until then."
+    "At once while a block is read ahead. While one is worked on, when that has ended: it uses the caller's arrays."
     b, raised = numbers(2, 1, 0 if working else 2), []
     b.gate = gate = threading.Event()
     b.pool.restart([1, 2])
@@ -472,7 +472,8 @@ def test_closing_wakes_a_caller_that_waits(numbers, working):
     gate.set()
     caller.join(5)
     closer.join(5)
-    assert raised == ["test: the readers have ended, the model is closed"] and not caller.is_alive() and not closer.is_alive()
+    assert raised == ["test: the readers have ended, the model is closed"]
+    assert not caller.is_alive() and not closer.is_alive()
     for use in (lambda: b.pool.restart([1]), lambda: b.consume([1])):
         with pytest.raises(RuntimeError, match="the model is closed"):
             use()
