@@ -96,7 +96,9 @@ def test_long_reads_are_split_and_short_ones_continued(tmp_path, monkeypatch, mo
 
     def preadv(fd, views, offset):
         asked.append(len(views[0]))
-        return real(fd, [views[0][:most]], offset)
+        got = real(fd, views, offset)
+        views[0][most:got] = b"\xa5" * max(0, got - most)  # what a short read has not delivered
+        return min(got, most)
 
     assert disk.MAX_READ % PAGE == 0 and disk.MAX_READ <= (1 << 31) - PAGE
     monkeypatch.setattr(disk, "MAX_READ", 4 * PAGE)

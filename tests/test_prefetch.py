@@ -59,7 +59,7 @@ class NumberPool:
         return buffer
 
     def consume(self, blocks, limit=2, work=None, present=()):
-        "One batch: each block once, its own bytes before and after its use, few enough at a time. The order they came in."
+        "One batch: each block once, with its own bytes, at most `limit` at a time. Returns the order they came in."
         order, most = [], [0]
 
         def use(block, data):
