@@ -88,15 +88,15 @@ def install():
 # The loops
 
 def lean(files, product, buffer, cursor):
-    "read_multiply, for bfloat16 rows that are read directly and whole."
-    from k3lib.disk import PAGE, ReadCount
+    "read_multiply, for rows that are read directly and whole."
+    from k3lib.disk import PAGE, ReadCount, typed
     from k3lib.matmul import matmul_rows
     from k3lib.parallel import next_item
     from k3lib.read_multiply import unit_rows, unit_stride
-    block, _, x, out = product
+    block, scale, x, out = product
     row, offset, rows, first = block.nbytes // block.rows, block.extent.offset + block.begin, block.rows, block.first
-    unit = unit_rows(row, len(buffer) - 2 * PAGE)
-    units, view, elements = -(-rows // unit), memoryview(buffer), buffer.view(np.uint16)
+    unit, dtype = unit_rows(row, len(buffer) - 2 * PAGE), block.extent.dtype
+    units, view = -(-rows // unit), memoryview(buffer)
     stride, read, take, multiply, clock = unit_stride(units), os.preadv, next_item, matmul_rows, time.thread_time
 
     def loop(fd):
@@ -105,8 +105,9 @@ def lean(files, product, buffer, cursor):
             at = p * stride % units * unit
             n, skip = min(unit, rows - at), (offset + at * row) % PAGE
             read(fd, [view[:-(-(skip + n * row) // PAGE) * PAGE]], offset + at * row - skip)
+            w = typed(buffer, skip, n * row, dtype).reshape(n, -1)
             began = clock()
-            multiply(elements[skip // 2:(skip + n * row) // 2].reshape(n, -1), x, out, first + at)
+            multiply(w if scale is None else (w, scale[at:at + n]), x, out, first + at)
             seconds += clock() - began
         return seconds, ReadCount(0.0, 0, 0)
 
@@ -171,18 +172,20 @@ def heading(args):
 
 
 def steps(args):
-    "Steps of a checkpoint, the compiled loop and the engine's Python in turn; processor time is that of the process."
+    "Steps of a checkpoint, the loops in turn; processor time is that of the process."
     import k3lib
-    from k3lib import read_multiply
+    from k3lib import experts, trunk
+    from k3lib.read_multiply import read_multiply
     model, token, found = k3lib.load(args.model, ram=args.ram), 5, []
     for number in range(args.rounds + 1):
         times = []
-        for read_multiply.COMPILED_READS in (True, False):
+        for loop in (read_multiply, lean, engine):
+            trunk.read_multiply = experts.read_multiply = loop
             began, busy = time.perf_counter(), time.process_time()
             token = int(np.argmax(model.step(token)))
             times.append((time.perf_counter() - began, time.process_time() - busy))
         if number:
-            found.append([times[0], (np.nan, np.nan), times[1]])
+            found.append(times)
     model.close()
     show(f"a step at {args.ram}", lambda seconds: f"{seconds:.2f} s", found)
 

@@ -318,3 +318,54 @@ for dtype, (array, _) in MATRICES.items():
             assert {streamed(dtype, offset, pages, compiled) for compiled in (True, False)} == {array.nbytes}
 print("three formats, four offsets, three buffers, two loops: the bytes of the resident product: True")
 shutil.rmtree(scratch)
+
+# %% [markdown]
+# ## 5.12.6 Is the compiled loop worth its room?
+#
+# Both loops multiply a unit while it is in the core's cache; that is what reading and multiplying in one loop is for.
+# The compiled one saves the way through Python between two units. What is that worth? `tests/bench_reads.py` measures
+# it. It streams a bf16 matrix of 88 MB through the pool, and the loops take turns: the compiled one; `lean`, the least
+# that Python can do for a unit, without lock and account; and the Python half of `read_multiply`.
+#
+# A device is simulated. A read waits, without the processor, until a queue of so many bytes a second would have
+# delivered it. Real bytes in memory are copied by the kernel, holes are filled with zeros by it.
+#
+# | bytes from | compiled | lean takes | processor time | Python half takes |
+# |---|---|---|---|---|
+# | a device of 3 GB/s | 2.9 GB/s | 1.00 | 1.3 to 1.5 | 1.00 |
+# | a device of 7 GB/s | 6.7 GB/s | 1.00 to 1.01 | 1.2 to 1.6 | 1.00 to 1.01 |
+# | a device of 14 GB/s | 13 GB/s | 1.03 to 1.14 | 1.3 to 1.4 | 1.1 to 1.3 |
+# | real bytes in memory | 8 GB/s | 1.01 to 1.12 | 1.0 to 1.1 | 1.1 to 1.2 |
+# | holes | 27 to 35 GB/s | 1.3 to 1.4 | 1.0 to 1.3 | 1.8 to 2.3 |
+# | a step of K3's width, five layers, 600 MB | 0.6 s | 1.3 to 1.6 | 1.1 to 1.3 | 1.9 to 2.0 |
+#
+# *Five runs of `python tests/bench_reads.py --rounds 61` and two with `--model DIR --ram 600MB` on the model of
+# 5.25.2, nearly all of it holes; two cores that had other work too, so ranges. Times are multiples of the compiled
+# loop's.*
+#
+# So a disk of today does not need the compiled loop: it is the disk that takes the time, and Python only spends a third
+# more of a processor that has little to do. Bytes at memory speed do need it. There the interpreter's five microseconds
+# a unit show, and readers wait for each other's turn at the interpreter. The synthetic models that test the full shape
+# (5.24) are such bytes, and so is a page cache that holds the trunk.
+#
+# That is the decision: one loop of some 25 lines stays compiled, and everything else is one loop in Python over the
+# same units. Should the compiled half ever be in the way, the Python half is complete without it.
+#
+# What did not help: huge pages for the buffers; reading far ahead, because a block that waits has left the cache when
+# it is used. What did: one counter for the units of a matrix instead of a lock a block; waking a thread only when there
+# is something for it to do; a block or two of the next matrix read while this one is multiplied, so that a device is
+# never idle; buffers that go out last in, first out (5.11).
+#
+# ## 5.12.7 Summary
+#
+# - A unit is read and multiplied while it is in the core's cache, then overwritten by the next one.
+# - The compiled loop does the plain case only. All others are Python's, which is complete without it.
+# - Units of one matrix are taken far apart, so that readers do not meet a slow part of a file together.
+#
+# **Exercises.**
+# 1. Let `unit_stride` return 1 and put a slow part into a file (a `Files.read` that sleeps for some offsets). How long
+#    does the matrix take with four readers, and how long with the golden stride?
+# 2. Measure `bench_reads.py` with 1, 2 and 5 readers. Why does `lean` lose more with five than with one?
+# 3. Double `READ_UNIT`. Which row of the table changes, and which cache explains it?
+#
+# Next: [5.13 The trunk: rows that arrive](13_trunk.ipynb).
