@@ -187,8 +187,8 @@ def _scaled_form(w, scale, at, n):
 # The loop ends when the cursor gives no more, or at a unit that is not the plain case: a read that failed or came
 # short, or rows at an odd address.
 #
-# What it counts it adds to five totals. Asking for processor time is a system call and costs about a microsecond, a
-# twentieth of a unit. One unit in eight is asked about and stands for the others.
+# What it counts it adds to five totals. Asking for processor time is a system call. So one unit in eight is asked about
+# and stands for the others.
 
 # %% tags=["export"]
 READING, WANTED, TRANSFERRED = range(3)  # totals: seconds inside reads, bytes of rows, bytes of whole pages
@@ -343,10 +343,10 @@ shutil.rmtree(scratch)
 # 5.25.2, nearly all of it holes; two cores that had other work too, so ranges. Times are multiples of the compiled
 # loop's.*
 #
-# So a disk of today does not need the compiled loop: it is the disk that takes the time, and Python only spends a third
-# more of a processor that has little to do. Bytes at memory speed do need it. There the interpreter's five microseconds
-# a unit show, and readers wait for each other's turn at the interpreter. The synthetic models that test the full shape
-# (5.24) are such bytes, and so is a page cache that holds the trunk.
+# So a disk of today does not need the compiled loop: the disk takes the time, and Python spends a third to a half more
+# of a processor that has little else to do. Bytes at memory speed do need it. There the way through the interpreter
+# shows, and a reader that is in it keeps the others out. The synthetic models that test the full shape (5.24) are such
+# bytes.
 #
 # That is the decision: one loop of some 25 lines stays compiled, and everything else is one loop in Python over the
 # same units. Should the compiled half ever be in the way, the Python half is complete without it.
