@@ -4,14 +4,12 @@ import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from common import ROOT
 
 from k3lib import system
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
