@@ -42,7 +42,7 @@ from k3lib.tensors import (
 )
 
 WIDTH = {"BF16": 2, "F32": 4, "U8": 1}
-FEW_EXPERTS = replace(read_config(FIXTURES / "k3"), num_experts=20)  # the released shape, but for the half million names
+FEW_EXPERTS = replace(read_config(FIXTURES / "k3"), num_experts=20)  # the released shape without half a million names
 
 
 # Names
