@@ -1,4 +1,4 @@
-"""5.3 A config that is believed, or refused
+"""5.3 A config that is accepted, or refused
 
 Made from book/05_streaming/03_config.py: edit that, then run `make export`.
 """

@@ -91,7 +91,7 @@ _SEEK_READ_MAX = 1 << 24  # bytes that os.read copies at a time
 def pread(fd: int, view: memoryview, offset: int) -> int:
     """Read from byte `offset` of the descriptor `fd` into the writable bytes `view`.
 
-    Returns how many bytes arrived: 0 at the end of the file, else perhaps fewer than asked. Raises OSError.
+    Returns how many bytes were read: 0 at the end of the file, else perhaps fewer than `view` holds. Raises OSError.
     """
     if hasattr(os, "preadv"):
         return os.preadv(fd, [view], offset)
@@ -156,12 +156,12 @@ def _advise(fd: int, offset: int, nbytes: int, advice: str) -> None:
 
 
 def forget_pages(fd: int, offset: int, nbytes: int) -> None:
-    "Drop the pages of these bytes of `fd` from the page cache, where the system can be told to."
+    "Drop the pages of these bytes of `fd` from the page cache, where the system has a call for it."
     _advise(fd, offset, nbytes, "POSIX_FADV_DONTNEED")
 
 
 def expect_sequential(fd: int) -> None:
-    "Say that `fd` will be read from its beginning to its end, where the system can be told."
+    "Announce that `fd` will be read from its beginning to its end, where the system has a call for it."
     _advise(fd, 0, 0, "POSIX_FADV_SEQUENTIAL")
 
 

@@ -7,7 +7,7 @@
 #
 # [5.1 What depends on the operating system](01_system.ipynb) ·
 # [contents](../README.md) ·
-# [5.3 A config that is believed, or refused](03_config.ipynb)
+# [5.3 A config that is accepted, or refused](03_config.ipynb)
 
 # %% tags=["export"]
 import json
@@ -139,7 +139,7 @@ with open_shard(folder / "three") as file:
                     lambda: open_shard(folder), lambda: small_file(folder / "three", 2, UsageError)):
         try:
             attempt()
-            raise AssertionError("believed")
+            raise AssertionError("accepted")
         except (CheckpointError, UsageError) as error:
             print(f"exit code {error.exit_code}: {str(error).replace(str(folder), '.')}")
 
@@ -204,7 +204,7 @@ def json_object(
 for text in b'{"a": 1, "a": 2}', b"[]", b'{"a": ' + b"[" * 20 + b"]" * 20 + b"}", b'{"a": \xff}':
     try:
         json_object(text, "toy")
-        raise AssertionError("believed")
+        raise AssertionError("accepted")
     except CheckpointError as error:
         print(error)
 

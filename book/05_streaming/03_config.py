@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 5.3 A config that is believed, or refused
+# # 5.3 A config that is accepted, or refused
 #
 # Everything that this engine knows about the shape of Kimi K3 it reads from one small file, `config.json`. At the end of
 # this chapter you can turn that file into 30 numbers that the rest of the book relies on, or refuse it with one line
@@ -82,7 +82,7 @@ for text in twice, deep:
     (scratch / "config.json").write_text(text)
     try:
         load_json(scratch / "config.json")
-        raise AssertionError("believed")
+        raise AssertionError("accepted")
     except ConfigError as e:
         print("load_json: ", e.args[0].split("config.json")[1].lstrip(": "))
 
@@ -180,7 +180,7 @@ print("wrong:  ", *toy.wrong, sep="\n  ")
 # %% [markdown]
 # ## 5.3.3 The fields that are read
 #
-# Four tables hold every field. Integers and reals have a range in which they are believed. The upper ends are ten or
+# Four tables hold every field. Integers and reals have a range in which they are accepted. The upper ends are ten or
 # more times K3's own numbers; a larger size is refused before anything is allocated for it.
 
 # %% tags=["export"]
@@ -528,7 +528,7 @@ shutil.rmtree(scratch)
 #
 # - No field has a default: it is read, or reported as missing with all others, or refused with what was expected.
 # - The layer lists count from one, and each layer is in one of them. A rule of thumb gets the last layer wrong.
-# - A believed config is 30 numbers. The next chapter derives from them what the files must hold.
+# - A accepted config is 30 numbers. The next chapter derives from them what the files must hold.
 #
 # **Exercises.**
 # 1. Write the message that a config with `qk_rope_head_dim: 0` should get, and the change that would support it.

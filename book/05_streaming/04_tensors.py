@@ -5,7 +5,7 @@
 # the one to the other. At the end you can say of any tensor its name, its type and shape, the part of the model it
 # belongs to, and when the forward pass uses it. And you can refuse files that do not hold exactly these tensors.
 #
-# [5.3 A config that is believed, or refused](03_config.ipynb) ·
+# [5.3 A config that is accepted, or refused](03_config.ipynb) ·
 # [contents](../README.md) ·
 # [5.5 Headers, and half a million tensors in four columns](05_header.ipynb)
 

@@ -213,7 +213,7 @@ n = int.from_bytes(toy[:8], "little")
 parse_header(toy[8:8 + n], len(toy) - 8 - n, "toy")
 
 # %% [markdown]
-# ## 5.5.3 Believed or refused
+# ## 5.5.3 Accepted or refused
 #
 # With a wrong offset the model still computes, from wrong weights, so nothing in a header may be guessed. Each line below
 # changes the toy's header in one way. Each change is refused with the place, what was found and what was expected.
@@ -228,7 +228,7 @@ changes = {
 for label, (old, new) in changes.items():
     try:
         parse_header(text.decode().replace(old, new, 1).encode(), 16 if label == "gap" else 14, "toy")
-        raise AssertionError(f"{label} was believed")
+        raise AssertionError(f"{label} was accepted")
     except CheckpointError as error:
         print(f"{label:13s} {error}"[:150])
 
@@ -274,7 +274,7 @@ with tempfile.TemporaryDirectory() as other:
             with open_shard(path) as file:
                 start, size, header = read_header(file, "toy")
             parse_header(header, size - start, "toy")
-            raise AssertionError(f"a header of {length:,} bytes was believed")
+            raise AssertionError(f"a header of {length:,} bytes was accepted")
         except CheckpointError as error:
             print(error)
 
@@ -543,7 +543,7 @@ for file in "one", "other":
     index.add(file, 8 + n, len(toy), toy[8:8 + n])
 try:
     index.complete()
-    raise AssertionError("believed")
+    raise AssertionError("accepted")
 except CheckpointError as error:
     print(error)
 
