@@ -33,7 +33,7 @@ def _columns(index: TensorIndex) -> _Columns:
 
 
 class _Groups(NamedTuple):
-    "Groups of rows of equal label, one element a group. `whole` is True if the group is one contiguous range of a file."
+    "Groups of rows of equal label, one element a group; `whole` is True if the group is contiguous in one file."
     label: np.ndarray
     shard: np.ndarray
     offset: np.ndarray

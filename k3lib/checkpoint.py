@@ -125,7 +125,7 @@ def check_index(index: TensorIndex, path: str) -> None:
 class Checkpoint:
     """The tensors of a folder of safetensors files, found from the headers alone: 24 bytes of memory a tensor.
 
-    Raises FileNotFoundError if the folder does not exist, CheckpointError if a file is missing or its header is damaged.
+    Raises FileNotFoundError if the folder does not exist, CheckpointError if a file is missing or a header is damaged.
     The files stay open until `close()` or the end of a `with` block. Any thread may read.
     """
 

@@ -44,7 +44,7 @@ def header_bytes(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
 
 
 def braced_object(text: bytes | bytearray, where: str) -> dict:
-    "json_object of `text`, which must begin with the brace: the format allows no space before it. `where` names `text`."
+    "json_object of `text`, which `where` names, and which must begin with the brace: the format allows no space there."
     if text[:1] != b"{":
         raise CheckpointError(f"{where} begins with {bytes(text[:1])!r}, expected the '{{' of a JSON object")
     return json_object(text, where)
@@ -328,9 +328,9 @@ class TensorIndex:
         return np.lexsort((self.offset, self.shard))
 
     def kinds_of(self, pattern: str, layers: Sequence[int], experts: Sequence[int]) -> set:
-        """{(dtype, shape)} of the tensors with `pattern` and each pair of numbers from the two lists, -1 as in split_name.
+        """{(dtype, shape)} of the tensors with `pattern` and each pair of numbers from the two lists.
 
-        The set holds None if one of these tensors is absent.
+        -1 stands for no number, as in split_name. The set holds None if one of these tensors is absent.
         """
         number = self._number.get(pattern, -1)
         rows = self._rows(key_of(number, np.array(layers, np.int64)[:, None], np.array(experts, np.int64)).ravel())

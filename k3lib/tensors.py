@@ -15,9 +15,9 @@ from k3lib.fileio import CheckpointError
 class Row(NamedTuple):
     """One row of TABLE: a tensor that every layer of a kind has, or that the model has once.
 
-    `short` is its name in a layer's equations. `name` is its name in the checkpoint without the layer's prefix, with '#'
-    for an expert's number. `shape` holds symbols of `sizes`. `together` is such a symbol too: that many rows of the
-    matrix must stay in one row block.
+    `short` is its name in a layer's equations. `name` is its name in the checkpoint without the layer's prefix, with
+    '#' for an expert's number. `shape` holds symbols of `sizes`. `together` is such a symbol too: that many rows of
+    the matrix must stay in one row block.
     """
     short: str
     name: str
@@ -116,8 +116,8 @@ _NAMES |= {("norms", row.short): row.name for row in (*_ATTENTION_NORMS, *_FFN_N
 def tensor_name(L: int, part: str, short: str) -> str:
     """The checkpoint's name of a tensor of layer L.
 
-    `part` is a key of TABLE, or "norms" for the norms and mixes before both halves; `short` is a short name of that part.
-    Raises KeyError for any other.
+    `part` is a key of TABLE, or "norms" for the norms and mixes before both halves. `short` is a short name of that
+    part. Raises KeyError for any other.
     """
     return f"{TEXT_STACK}model.layers.{L}.{_NAMES[part, short]}"
 

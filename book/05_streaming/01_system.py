@@ -31,8 +31,8 @@
 # | many open files | `setrlimit` | none |
 # | a pipe that does not block | `os.set_blocking` | none: Windows does not need it |
 #
-# Linux on x86-64 is what the engine was run on; aarch64 was emulated. macOS and Windows were only simulated, by removing
-# the calls that they lack.
+# Linux on x86-64 is what the engine was run on; aarch64 was emulated. macOS and Windows were only simulated, by
+# removing the calls that they lack.
 
 # %% tags=["export"]
 import ctypes
@@ -79,9 +79,9 @@ def without(module, *names):
 #
 # `preadv` reads at an offset into a buffer that the caller owns. It moves no file position, so many threads can read
 # one file at once. Without `preadv`, seeking and reading are two calls, and all threads share the file's position. If
-# one thread seeks between the two calls of another, the other reads the wrong bytes. So the fallback holds a lock. There
-# are 64 locks, and the descriptor chooses one: readers of different files rarely wait for each other. `os.read` makes a
-# copy, so it is asked for at most 16 MB at a time.
+# one thread seeks between the two calls of another, the other reads the wrong bytes. So the fallback holds a lock.
+# There are 64 locks, and the descriptor chooses one: readers of different files rarely wait for each other. `os.read`
+# makes a copy, so it is asked for at most 16 MB at a time.
 
 # %% tags=["export"]
 _POSITION_LOCKS = [threading.Lock() for _ in range(64)]
@@ -181,8 +181,8 @@ with without(os, "O_DIRECT", "posix_fadvise"):
 
 
 # %% [markdown]
-# `O_DIRECT` also requires a buffer that begins at a page boundary. `mmap` returns whole pages of zeros and takes none of
-# the machine's memory until they are written. On Windows, `mmap` has no flags and needs none.
+# `O_DIRECT` also requires a buffer that begins at a page boundary. `mmap` returns whole pages of zeros and takes none
+# of the machine's memory until they are written. On Windows, `mmap` has no flags and needs none.
 
 # %% tags=["export"]
 def zero_pages(nbytes: int) -> mmap.mmap:
@@ -193,8 +193,9 @@ def zero_pages(nbytes: int) -> mmap.mmap:
 
 
 # %% [markdown]
-# The kernel that reads and multiplies row blocks (5.12) calls the C library's `pread` from machine code, where an offset
-# must have 64 bits: it has on 64-bit Linux. Elsewhere Python reads the same bytes and the kernel only multiplies.
+# The kernel that reads and multiplies row blocks (5.12) calls the C library's `pread` from machine code, where an
+# offset must have 64 bits: it has on 64-bit Linux. Elsewhere Python reads the same bytes and the kernel only
+# multiplies.
 
 # %% tags=["export"]
 COMPILED_PREAD = sys.platform == "linux" and sys.maxsize > 2**32  # may machine code call the C library's pread itself?
@@ -404,9 +405,9 @@ scratch.cleanup()
 #
 # One dependence is on the processor, not on the operating system. The weights are little-endian, and the kernels use
 # their bytes in the order of the file. On a big-endian processor every number would be wrong and nothing would fail. So
-# `import k3lib` refuses a big-endian Python, and a 32-bit one, whose addresses cannot span these files. The check stands
-# in `k3lib/__init__.py` and not in this chapter, because the kernels of folder 1 need it too; `make` makes the same
-# check before it installs anything.
+# `import k3lib` refuses a big-endian Python, and a 32-bit one, whose addresses cannot span these files. The check
+# stands in `k3lib/__init__.py` and not in this chapter, because the kernels of folder 1 need it too; `make` makes the
+# same check before it installs anything.
 
 # %%
 import subprocess

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 5.2 Files read whole or refused, written whole or not at all
 #
-# A model is 1.56 TB in files that took hours to download, and each of them may be truncated, damaged or replaced. At the
-# end of this chapter you can read a file so that no such fault is taken for data, and write one so that a power cut
+# A model is 1.56 TB in files that took hours to download, and each of them may be truncated, damaged or replaced. At
+# the end of this chapter you can read a file so that no such fault is taken for data, and write one so that a power cut
 # leaves the old file or the new one, never a part of either.
 #
 # [5.1 What depends on the operating system](01_system.ipynb) ·
@@ -87,8 +87,8 @@ def read_exactly(
 
 
 # %% [markdown]
-# Opening a path has traps of its own. A pipe would wait for a writer for ever. A folder can be opened on some systems. A
-# broken link fails with "no such file", though a file of that name is listed. Links that are not broken are followed:
+# Opening a path has traps of its own. A pipe would wait for a writer for ever. A folder can be opened on some systems.
+# A broken link fails with "no such file", though a file of that name is listed. Links that are not broken are followed:
 # the caches of model hubs consist of links.
 
 # %% tags=["export"]
@@ -211,8 +211,8 @@ for text in b'{"a": 1, "a": 2}', b"[]", b'{"a": ' + b"[" * 20 + b"]" * 20 + b"}"
 # %% [markdown]
 # ## 5.2.4 Is it still the same file?
 #
-# During a run of several days someone may replace a file. Four numbers reveal it. If the device or the inode differs, it
-# is another file; if the length or the time of the last write differs, it is the same file with other bytes.
+# During a run of several days someone may replace a file. Four numbers reveal it. If the device or the inode differs,
+# it is another file; if the length or the time of the last write differs, it is the same file with other bytes.
 
 # %% tags=["export"]
 Fingerprint = tuple[int, int, int, int]
@@ -233,8 +233,8 @@ assert fingerprint(os.stat(folder / "three")) != before, "equal bytes, another f
 # %% [markdown]
 # ## 5.2.5 Written whole
 #
-# When the disk is full, Python's error does not name the file, and may come only when the file is closed. `writing` adds
-# the file's name and the byte at which writing failed.
+# When the disk is full, Python's error does not name the file, and may come only when the file is closed. `writing`
+# adds the file's name and the byte at which writing failed.
 
 # %% tags=["export"]
 @contextmanager

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 5.3 A config that is accepted, or refused
 #
-# Everything that this engine knows about the shape of Kimi K3 it reads from one small file, `config.json`. At the end of
-# this chapter you can turn that file into 30 numbers that the rest of the book relies on, or refuse it with one line
+# Everything that this engine knows about the shape of Kimi K3 it reads from one small file, `config.json`. At the end
+# of this chapter you can turn that file into 30 numbers that the rest of the book relies on, or refuse it with one line
 # that says why.
 #
 # [5.2 Files read whole or refused, written whole or not at all](02_fileio.ipynb) ·
@@ -36,9 +36,9 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 #
 # ## 5.3.1 The file
 #
-# The file is read by the strict JSON reader of 5.2.3, and its size is checked before the first byte is read. The released
-# file has a few thousand bytes. The bound of 4 MB leaves room for a long list of tensor names in the quantization's
-# exceptions, and hostile text of that size makes less than 100 MB of Python objects.
+# The file is read by the strict JSON reader of 5.2.3, and its size is checked before the first byte is read. The
+# released file has a few thousand bytes. The bound of 4 MB leaves room for a long list of tensor names in the
+# quantization's exceptions, and hostile text of that size makes less than 100 MB of Python objects.
 
 # %% tags=["export"]
 import json
@@ -281,8 +281,8 @@ def check_quantization(r: Reading) -> None:
 
 
 # %% [markdown]
-# The released file has the bos, eos and pad ids, like `tie_word_embeddings`, outside `text_config`; other files have them
-# inside. Both places are read, and a file in which they disagree is refused.
+# The released file has the bos, eos and pad ids, like `tie_word_embeddings`, outside `text_config`; other files have
+# them inside. Both places are read, and a file in which they disagree is refused.
 
 # %% tags=["export"]
 def read_token_ids(r: Reading, vocab: int | None) -> dict[str, Any]:
@@ -344,8 +344,9 @@ print(*lists_of([0, 1, 2, 3], [3], 5)[1], sep="\n")
 # %% [markdown]
 # ## 5.3.5 The numbers
 #
-# `Config` is a frozen record with `config.json`'s own names. From it the next chapter derives the name, dtype and shape of
-# every tensor that a checkpoint of this shape must hold. If the tensors in the files are the same, the numbers are right.
+# `Config` is a frozen record with `config.json`'s own names. From it the next chapter derives the name, dtype and shape
+# of every tensor that a checkpoint of this shape must hold. If the tensors in the files are the same, the numbers are
+# right.
 
 # %% tags=["export"]
 @dataclass(frozen=True)
@@ -446,8 +447,8 @@ def is_synthetic(model_dir: str | os.PathLike[str]) -> bool:
 
 
 # %% [markdown]
-# The released numbers (`fixtures/k3`, typed in from the published configuration) beside those of the small model in this
-# repository.
+# The released numbers (`fixtures/k3`, typed in from the published configuration) beside those of the small model in
+# this repository.
 
 # %%
 MODEL = ROOT / "fixtures/oracle13/model"
@@ -488,8 +489,8 @@ plt.show()
 
 
 # %% [markdown]
-# Neither mistake crashes here. Both are refused by the comparison of 5.4.3: the tensors that they imply are not those in
-# the files.
+# Neither mistake crashes here. Both are refused by the comparison of 5.4.3: the tensors that they imply are not those
+# in the files.
 
 # %% [markdown]
 # ## 5.3.8 Refusals, live

@@ -10,9 +10,9 @@
 # [5.5 Headers, and half a million tensors in four columns](05_header.ipynb)
 
 # %% [markdown]
-# A name that is spelled in two places will be misspelled in one of them. An order in one list and shapes in another will
-# not stay in agreement. So no other module spells a tensor's name: reading, planning, multiplying and copying all use
-# this table.
+# A name that is spelled in two places will be misspelled in one of them. An order in one list and shapes in another
+# will not stay in agreement. So no other module spells a tensor's name: reading, planning, multiplying and copying all
+# use this table.
 #
 # | symbol | meaning | in K3 |
 # |---|---|---|
@@ -53,17 +53,18 @@ small, k3 = read_config(MODEL), read_config(ROOT / "fixtures/k3")
 # %% [markdown]
 # ## 5.4.1 The table
 #
-# One row of the table is one tensor of a layer: the short name that a layer's equations use, its name in the checkpoint,
-# its type, and its shape in the symbols above. A model that does not fit in memory is read in the order of use, so **the
-# rows of a part stand in the order in which the forward pass uses them**. The order is data, not control flow.
+# One row of the table is one tensor of a layer: the short name that a layer's equations use, its name in the
+# checkpoint, its type, and its shape in the symbols above. A model that does not fit in memory is read in the order of
+# use, so **the rows of a part stand in the order in which the forward pass uses them**. The order is data, not control
+# flow.
 
 # %% tags=["export"]
 class Row(NamedTuple):
     """One row of TABLE: a tensor that every layer of a kind has, or that the model has once.
 
-    `short` is its name in a layer's equations. `name` is its name in the checkpoint without the layer's prefix, with '#'
-    for an expert's number. `shape` holds symbols of `sizes`. `together` is such a symbol too: that many rows of the
-    matrix must stay in one row block.
+    `short` is its name in a layer's equations. `name` is its name in the checkpoint without the layer's prefix, with
+    '#' for an expert's number. `shape` holds symbols of `sizes`. `together` is such a symbol too: that many rows of
+    the matrix must stay in one row block.
     """
     short: str
     name: str
@@ -80,9 +81,9 @@ def _rows(prefix: str, *lines: tuple[str, ...]) -> tuple[Row, ...]:
 
 # %% [markdown]
 # Before each half of a layer, the residual stream is mixed over depth (3.2) and normed. Then one of two kinds of
-# attention follows. `A_log` has one entry a head, but the released files pad it to the head width: its length $a$ is 128
-# for 96 heads. MLA multiplies by the key and value rows of one head at a time, so the rows of a head of `kv_b_proj` stay
-# together.
+# attention follows. `A_log` has one entry a head, but the released files pad it to the head width: its length $a$ is
+# 128 for 96 heads. MLA multiplies by the key and value rows of one head at a time, so the rows of a head of `kv_b_proj`
+# stay together.
 
 # %% tags=["export"]
 _ATTENTION_NORMS = _rows("", ("self_attention_res_norm", "BF16", "H"), ("self_attention_res_proj", "BF16", "1 H"),
@@ -108,10 +109,10 @@ _MLA = _rows(
 )
 
 # %% [markdown]
-# The feed-forward half is one dense MLP in the first layer and latent experts in all others. The router stands first: the
-# experts to fetch are known only from its result. An expert's matrix is two tensors, with a packed byte for two weights
-# and a scale byte for 32. Before the layers comes the embedding, of which a token uses one row. After them come the last
-# mix, the last norm and the head.
+# The feed-forward half is one dense MLP in the first layer and latent experts in all others. The router stands first:
+# the experts to fetch are known only from its result. An expert's matrix is two tensors, with a packed byte for two
+# weights and a scale byte for 32. Before the layers comes the embedding, of which a token uses one row. After them come
+# the last mix, the last norm and the head.
 
 # %% tags=["export"]
 _DENSE = _rows("mlp.", ("gate_proj", "BF16", "I H"), ("up_proj", "BF16", "I H"), ("down_proj", "BF16", "H I"))
@@ -145,8 +146,8 @@ for part, rows in TABLE.items():
 
 
 # %% [markdown]
-# The values of the symbols come from the config alone. `A_log` is padded to the head width only if that is more than the
-# number of heads: with 48 heads of width 32, it has 48 entries.
+# The values of the symbols come from the config alone. `A_log` is padded to the head width only if that is more than
+# the number of heads: with 48 heads of width 32, it has 48 entries.
 
 # %% tags=["export"]
 def sizes(config: Config) -> dict[str, int]:
@@ -169,8 +170,8 @@ def sizes(config: Config) -> dict[str, int]:
 # %% [markdown]
 # ## 5.4.2 Names
 #
-# Equations name a tensor by its layer, its part and its short name. A short name that is not in the table is a `KeyError`,
-# so a misspelled name in an equation fails at once.
+# Equations name a tensor by its layer, its part and its short name. A short name that is not in the table is a
+# `KeyError`, so a misspelled name in an equation fails at once.
 
 # %% tags=["export"]
 TEXT_STACK = "language_model."
@@ -191,8 +192,8 @@ _NAMES |= {("norms", row.short): row.name for row in (*_ATTENTION_NORMS, *_FFN_N
 def tensor_name(L: int, part: str, short: str) -> str:
     """The checkpoint's name of a tensor of layer L.
 
-    `part` is a key of TABLE, or "norms" for the norms and mixes before both halves; `short` is a short name of that part.
-    Raises KeyError for any other.
+    `part` is a key of TABLE, or "norms" for the norms and mixes before both halves. `short` is a short name of that
+    part. Raises KeyError for any other.
     """
     return f"{TEXT_STACK}model.layers.{L}.{_NAMES[part, short]}"
 
@@ -252,8 +253,8 @@ for name in expert_name(92, 895, "w1"), "lm_head.weight", "a.007.b", "a.#.5":
 
 
 # %% [markdown]
-# A tensor's place and its part follow from the pattern. A report counts the bytes of the trunk, of the experts, and of all
-# other tensors; the census of 5.6 divides the other tensors further.
+# A tensor's place and its part follow from the pattern. A report counts the bytes of the trunk, of the experts, and of
+# all other tensors; the census of 5.6 divides the other tensors further.
 
 # %% tags=["export"]
 class Place(NamedTuple):
@@ -303,8 +304,8 @@ def part_of(name: str) -> str:
 # %% [markdown]
 # ## 5.4.3 Every tensor that a config implies
 #
-# The table, repeated for the config's layers, is the list of tensors that a checkpoint must hold. If one of the config's
-# numbers is wrong, the list is wrong too. So if the list agrees with the files, the numbers are right.
+# The table, repeated for the config's layers, is the list of tensors that a checkpoint must hold. If one of the
+# config's numbers is wrong, the list is wrong too. So if the list agrees with the files, the numbers are right.
 
 # %% tags=["export"]
 class Tensor(NamedTuple):
@@ -354,8 +355,8 @@ def text_tensors(config: Config) -> Iterator[Tensor]:
 
 
 # %% [markdown]
-# **Check.** The embedded model was written by a generator that shares no code with this book. The list must agree with its
-# headers in every name, dtype and shape. The headers hold four more tensors, all of the image side.
+# **Check.** The embedded model was written by a generator that shares no code with this book. The list must agree with
+# its headers in every name, dtype and shape. The headers hold four more tensors, all of the image side.
 
 # %%
 def headers(folder):
@@ -375,8 +376,9 @@ assert all(stored.get(name) == what for name, what in implied.items())
 assert {census_part(split_name(name)[0]) for name in stored.keys() - implied.keys()} == {"mm_projector", "vision_tower"}
 
 # %% [markdown]
-# The same for the released numbers. The released index has 497,220 tensors in 1,560,860,324,864 bytes; 168 of them belong
-# to the projector and the vision tower, which this engine does not run. The sum of the others must agree to the byte.
+# The same for the released numbers. The released index has 497,220 tensors in 1,560,860,324,864 bytes; 168 of them
+# belong to the projector and the vision tower, which this engine does not run. The sum of the others must agree to the
+# byte.
 
 # %%
 WIDTH = {"BF16": 2, "F32": 4, "U8": 1}
@@ -403,8 +405,8 @@ for label, mla in (("the lists", small.mla_layers), ("counted from 0", {L + 1 fo
 # %% [markdown]
 # ## 5.4.4 The order of the forward pass
 #
-# Streamed tensors are read in this order: those of the layers, the last mix and norm, the head. The experts are not in it:
-# which of them a token needs is known only from the router's result.
+# Streamed tensors are read in this order: those of the layers, the last mix and norm, the head. The experts are not in
+# it: which of them a token needs is known only from the router's result.
 
 # %% tags=["export"]
 def forward_order(config: Config) -> Iterator[str]:
@@ -440,9 +442,9 @@ print(len(implied), "=", len(order), "in the order +", len(others), "of experts 
 
 
 # %% [markdown]
-# Streaming asks two questions about a tensor. A matrix can be read in row blocks; vectors, convolutions and projections to
-# one row (53 MB of 108.8 GB) always stay in memory. And the router is read before all other tensors of its half of the
-# layer.
+# Streaming asks two questions about a tensor. A matrix can be read in row blocks; vectors, convolutions and projections
+# to one row (53 MB of 108.8 GB) always stay in memory. And the router is read before all other tensors of its half of
+# the layer.
 
 # %% tags=["export"]
 class HasShape(Protocol):
@@ -468,9 +470,9 @@ def is_router(name: str) -> bool:
 # %% [markdown]
 # ## 5.4.5 The files against the list
 #
-# Spelling half a million names takes a second, so a checkpoint is compared by families. Tensors that differ only in layer
-# and expert are one family, and the index answers for all of them at once. `A_log` may have any padding after its heads,
-# and no code may read the padding.
+# Spelling half a million names takes a second, so a checkpoint is compared by families. Tensors that differ only in
+# layer and expert are one family, and the index answers for all of them at once. `A_log` may have any padding after its
+# heads, and no code may read the padding.
 
 # %% tags=["export"]
 class Family(NamedTuple):
@@ -545,8 +547,8 @@ def _families_agree(config: Config, checkpoint: TensorList) -> bool:
 
 
 # %% [markdown]
-# Only if they do not agree are names spelled, to find the first tensor that is missing, has another type or shape, or is
-# not implied by the config.
+# Only if they do not agree are names spelled, to find the first tensor that is missing, has another type or shape, or
+# is not implied by the config.
 
 # %% tags=["export"]
 def check_tensors(config: Config, checkpoint: TensorList) -> None:
@@ -634,8 +636,8 @@ print(f"{len(folded)} families found in {1e3 * (time.perf_counter() - start):.0f
 # - Layer, part and short name lead to the checkpoint's name, and the checkpoint's name leads back to them.
 #
 # **Exercises.**
-# 1. Which integers of K3's config can change without a change of `text_tensors`? Find all of them by trying each, and say
-#    which check would find a wrong value of each one.
-# 2. `shape_fits` accepts any padding of `A_log`. Which check could tell padding from a file that holds one entry for each
-#    channel?
+# 1. Which integers of K3's config can change without a change of `text_tensors`? Find all of them by trying each, and
+#    say which check would find a wrong value of each one.
+# 2. `shape_fits` accepts any padding of `A_log`. Which check could tell padding from a file that holds one entry for
+#    each channel?
 # 3. Swap two rows of `_KDA`. Which part of the engine would notice, and how?

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 5.5 Headers, and half a million tensors in four columns
 #
-# Kimi K3 is 1.56 TB in 96 files: too much to load only to see which tensors it holds. Each file begins with a header that
-# says where its tensors lie. At the end of this chapter you can read such a header, refuse one that contradicts itself
-# or its file, and keep the places of all 497,220 tensors in 12 MB.
+# Kimi K3 is 1.56 TB in 96 files: too much to load only to see which tensors it holds. Each file begins with a header
+# that says where its tensors lie. At the end of this chapter you can read such a header, refuse one that contradicts
+# itself or its file, and keep the places of all 497,220 tensors in 12 MB.
 #
 # [5.4 The one table of tensors](04_tensors.ipynb) ·
 # [contents](../README.md) ·
@@ -52,8 +52,8 @@ at = 8 + len(text) + 8
 struct.unpack("<3f", b"".join(b"\0\0" + toy[i:i + 2] for i in range(at, at + 6, 2)))
 
 # %% [markdown]
-# Two mistakes give wrong numbers without an error: counting `data_offsets` from the start of the file, and reading BF16 as
-# IEEE half precision, which has two bytes as well. No comparison of sizes finds either.
+# Two mistakes give wrong numbers without an error: counting `data_offsets` from the start of the file, and reading BF16
+# as IEEE half precision, which has two bytes as well. No comparison of sizes finds either.
 
 # %%
 for label, six in ("offset from the file's start", toy[8:14]), ("BF16 read as float16", toy[at:at + 6]):
@@ -116,15 +116,15 @@ assert header_bytes([("a", "F32", [2]), ("b", "BF16", [1, 3])])[8:].rstrip() == 
 
 # %% tags=["export"]
 def braced_object(text: bytes | bytearray, where: str) -> dict:
-    "json_object of `text`, which must begin with the brace: the format allows no space before it. `where` names `text`."
+    "json_object of `text`, which `where` names, and which must begin with the brace: the format allows no space there."
     if text[:1] != b"{":
         raise CheckpointError(f"{where} begins with {bytes(text[:1])!r}, expected the '{{' of a JSON object")
     return json_object(text, where)
 
 
 # %% [markdown]
-# An entry is right if it has the three fields, a known type and whole numbers, and if its shape fills its bytes exactly:
-# $e - b = \text{itemsize} \cdot \prod \text{shape}$.
+# An entry is right if it has the three fields, a known type and whole numbers, and if its shape fills its bytes
+# exactly: $e - b = \text{itemsize} \cdot \prod \text{shape}$.
 
 # %% tags=["export"]
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -215,8 +215,9 @@ parse_header(toy[8:8 + n], len(toy) - 8 - n, "toy")
 # %% [markdown]
 # ## 5.5.3 Accepted or refused
 #
-# With a wrong offset the model still computes, from wrong weights, so nothing in a header may be guessed. Each line below
-# changes the toy's header in one way. Each change is refused with the place, what was found and what was expected.
+# With a wrong offset the model still computes, from wrong weights, so nothing in a header may be guessed. Each line
+# below changes the toy's header in one way. Each change is refused with the place, what was found and what was
+# expected.
 
 # %%
 changes = {
@@ -235,10 +236,10 @@ for label, (old, new) in changes.items():
 
 # %% [markdown]
 # The header's length is checked before the header is read, against the file's size and against 100 MB. A damaged length
-# of $2^{63}$ must not become an allocation, and 300 MB of brackets must not be parsed. The bound is the format's own; all
-# 497,220 tensors in one file would need a header of 76 MB. Python's objects take about fifteen times the memory of the
-# text they are read from, so the parser above refuses more than 16 MB. A longer header is read by columns (5.5.4), or
-# refused.
+# of $2^{63}$ must not become an allocation, and 300 MB of brackets must not be parsed. The bound is the format's own;
+# all 497,220 tensors in one file would need a header of 76 MB. Python's objects take about fifteen times the memory of
+# the text they are read from, so the parser above refuses more than 16 MB. A longer header is read by columns (5.5.4),
+# or refused.
 
 # %% tags=["export"]
 def read_header(file: FileIO, where: str) -> tuple[int, int, bytearray]:
@@ -281,10 +282,10 @@ with tempfile.TemporaryDirectory() as other:
 # %% [markdown]
 # ## 5.5.4 By columns
 #
-# A header as libraries write it, without spaces or escapes, repeats one pattern, and one regular expression splits it into
-# columns. There are few different pairs of type and shape, so `_entry` checks each different pair once. All other checks
-# are arithmetic on columns: the sizes are right, and each entry begins where another ends. This reader makes no error
-# messages. If a check fails, it returns None, and `parse_header` reads the text and names the fault.
+# A header as libraries write it, without spaces or escapes, repeats one pattern, and one regular expression splits it
+# into columns. There are few different pairs of type and shape, so `_entry` checks each different pair once. All other
+# checks are arithmetic on columns: the sizes are right, and each entry begins where another ends. This reader makes no
+# error messages. If a check fails, it returns None, and `parse_header` reads the text and names the fault.
 
 # %% tags=["export"]
 _WHOLE = "(0|[1-9][0-9]{0,17})"  # any 18 digits fit an int64
@@ -386,9 +387,9 @@ def keys_of(names: list[str], number: Callable[[str], int]) -> np.ndarray:
 # %% [markdown]
 # ## 5.5.6 The index
 #
-# Of each tensor the index keeps four numbers: the key, the offset, the shard, and the kind. A kind is a pair of type and
-# shape; the release has 39. The numbers are four numpy columns, sorted by key: 24 bytes a tensor. A tensor is found by
-# bisection.
+# Of each tensor the index keeps four numbers: the key, the offset, the shard, and the kind. A kind is a pair of type
+# and shape; the release has 39. The numbers are four numpy columns, sorted by key: 24 bytes a tensor. A tensor is found
+# by bisection.
 
 # %% tags=["export"]
 class Extent(NamedTuple):
@@ -422,8 +423,8 @@ class TensorIndex:
 
 
 # %% [markdown]
-# The columns grow in place, because joining arrays would hold the data twice. A header is read by `quick_header`, and by
-# `parse_header` only if `quick_header` returns None.
+# The columns grow in place, because joining arrays would hold the data twice. A header is read by `quick_header`, and
+# by `parse_header` only if `quick_header` returns None.
 
 # %% tags=["export"]
 class TensorIndex(TensorIndex):
@@ -465,8 +466,8 @@ class TensorIndex(TensorIndex):
 
 
 # %% [markdown]
-# These methods lead from a name to its row and back. A number too large for its field of the key belongs to no tensor, and
-# must not change the field beside it.
+# These methods lead from a name to its row and back. A number too large for its field of the key belongs to no tensor,
+# and must not change the field beside it.
 
 # %% tags=["export"]
 class TensorIndex(TensorIndex):
@@ -516,9 +517,9 @@ class TensorIndex(TensorIndex):
         return np.lexsort((self.offset, self.shard))
 
     def kinds_of(self, pattern: str, layers: Sequence[int], experts: Sequence[int]) -> set:
-        """{(dtype, shape)} of the tensors with `pattern` and each pair of numbers from the two lists, -1 as in split_name.
+        """{(dtype, shape)} of the tensors with `pattern` and each pair of numbers from the two lists.
 
-        The set holds None if one of these tensors is absent.
+        -1 stands for no number, as in split_name. The set holds None if one of these tensors is absent.
         """
         number = self._number.get(pattern, -1)
         rows = self._rows(key_of(number, np.array(layers, np.int64)[:, None], np.array(experts, np.int64)).ravel())
@@ -590,8 +591,8 @@ print(f"{'four sorted columns':36s}{each:5.0f} bytes a tensor {each * 497_220 / 
 
 
 # %% [markdown]
-# The time is measured on the same header: entry by entry and name by name, then by columns. The slow forms are kept: they
-# define what is right, and they name what is wrong.
+# The time is measured on the same header: entry by entry and name by name, then by columns. The slow forms are kept:
+# they define what is right, and they name what is wrong.
 
 # %% tags=["nbval-ignore-output"]
 def microseconds(make):

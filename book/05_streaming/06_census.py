@@ -124,7 +124,7 @@ def _columns(index: TensorIndex) -> _Columns:
 
 # %% tags=["export"]
 class _Groups(NamedTuple):
-    "Groups of rows of equal label, one element a group. `whole` is True if the group is one contiguous range of a file."
+    "Groups of rows of equal label, one element a group; `whole` is True if the group is contiguous in one file."
     label: np.ndarray
     shard: np.ndarray
     offset: np.ndarray
@@ -164,8 +164,8 @@ def _expert_groups(index: TensorIndex, columns: _Columns) -> _Groups:
 # %% [markdown]
 # ## 5.6.3 The census
 #
-# *Always active* is the whole text stack except the routed experts. *Active per token* adds the chosen experts and leaves
-# out the embedding, of which a token uses one row and multiplies nothing.
+# *Always active* is the whole text stack except the routed experts. *Active per token* adds the chosen experts and
+# leaves out the embedding, of which a token uses one row and multiplies nothing.
 
 # %% tags=["export"]
 @dataclass(frozen=True)
@@ -207,7 +207,8 @@ class Census:
 
 
 # %% [markdown]
-# As text, the census has a line for each part. A line for tensors that belong to no part is shown only if there are any.
+# As text, the census has a line for each part. A line for tensors that belong to no part is shown only if there are
+# any.
 
 # %% tags=["export"]
 def _short(n: int) -> str:
@@ -361,8 +362,8 @@ class Contiguity(NamedTuple):
 
 
 # %% [markdown]
-# A layer is interrupted in one of two ways: one of its tensors lies in another shard, or a tensor of another layer or of
-# an expert lies between its own.
+# A layer is interrupted in one of two ways: one of its tensors lies in another shard, or a tensor of another layer or
+# of an expert lies between its own.
 
 # %% tags=["export"]
 def contiguity(index: TensorIndex) -> Contiguity:
@@ -411,8 +412,8 @@ print(found.broken_layers, f"and {len(found.broken_experts)} of {found.experts} 
 assert found.broken_layers and found.broken_experts
 
 # %% [markdown]
-# The map of the original shard. Neighbours differ in shade. A gap would be white, an overlap darker, and a tensor of the
-# other kind would show as a stripe.
+# The map of the original shard. Neighbours differ in shade. A gap would be white, an overlap darker, and a tensor of
+# the other kind would show as a stripe.
 
 # %%
 fig, ax = plt.subplots(figsize=(6.5, 2.2))

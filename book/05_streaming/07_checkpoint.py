@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 5.7 A checkpoint, opened
 #
-# A checkpoint is a folder with files of weights, and perhaps a list of the tensors in them. At the end of this chapter you
-# can open one from its headers alone, refuse it if a file is missing or if the list and the files disagree, and read any
-# of its tensors.
+# A checkpoint is a folder with files of weights, and perhaps a list of the tensors in them. At the end of this chapter
+# you can open one from its headers alone, refuse it if a file is missing or if the list and the files disagree, and
+# read any of its tensors.
 #
 # [5.6 Where 1.56 TB lie](06_census.ipynb) ·
 # [contents](../README.md) ·
@@ -86,12 +86,12 @@ def shard_names(folder: str | os.PathLike[str]) -> list[str]:
 # %% [markdown]
 # ## 5.7.2 The list beside the files
 #
-# A checkpoint of several files comes with a list, `model.safetensors.index.json`: for each tensor, the file that holds it.
-# The headers would be enough. But if the list disagrees with them, a file was replaced or a tensor renamed, and neither
-# is accepted. As one Python object, the list of the release would take more memory than all else in this chapter
-# (5.5.7). So it is read a quarter of a megabyte at a time, and each block is cut after the last name of a file. There
-# one part is closed with `}}` and the next is opened with `{"weight_map":{`, so that each part is a JSON object, which
-# is read as strictly as a header.
+# A checkpoint of several files comes with a list, `model.safetensors.index.json`: for each tensor, the file that holds
+# it. The headers would be enough. But if the list disagrees with them, a file was replaced or a tensor renamed, and
+# neither is accepted. As one Python object, the list of the release would take more memory than all else in this
+# chapter (5.5.7). So it is read a quarter of a megabyte at a time, and each block is cut after the last name of a file.
+# There one part is closed with `}}` and the next is opened with `{"weight_map":{`, so that each part is a JSON object,
+# which is read as strictly as a header.
 
 # %% tags=["export"]
 INDEX = "model.safetensors.index.json"
@@ -126,9 +126,9 @@ def index_pieces(path: str, most: int) -> Iterator[dict]:
 
 
 # %% [markdown]
-# Each part is compared with the index that was made from the headers. A tensor that is listed but not in any file has row
-# -1. One more row at the end of the shard's column has the value -1, which is no file's number, so the comparison fails
-# for such a tensor too.
+# Each part is compared with the index that was made from the headers. A tensor that is listed but not in any file has
+# row -1. One more row at the end of the shard's column has the value -1, which is no file's number, so the comparison
+# fails for such a tensor too.
 
 # %% tags=["export"]
 def _mark_listed(index: TensorIndex, shard: np.ndarray, path: str, listed: dict, seen: np.ndarray) -> None:
@@ -181,7 +181,7 @@ def check_index(index: TensorIndex, path: str) -> None:
 class Checkpoint:
     """The tensors of a folder of safetensors files, found from the headers alone: 24 bytes of memory a tensor.
 
-    Raises FileNotFoundError if the folder does not exist, CheckpointError if a file is missing or its header is damaged.
+    Raises FileNotFoundError if the folder does not exist, CheckpointError if a file is missing or a header is damaged.
     The files stay open until `close()` or the end of a `with` block. Any thread may read.
     """
 
@@ -276,8 +276,8 @@ class Checkpoint(Checkpoint):
 
 
 # %% [markdown]
-# Values are read here for checks and small uses; a run reads them past the page cache (5.9). BF16 is the upper half of a
-# float32, so its values are exact in float32.
+# Values are read here for checks and small uses; a run reads them past the page cache (5.9). BF16 is the upper half of
+# a float32, so its values are exact in float32.
 
 # %% tags=["export"]
 class Checkpoint(Checkpoint):
@@ -314,8 +314,8 @@ class Checkpoint(Checkpoint):
 # %% [markdown]
 # ## 5.7.4 Accepted or refused
 #
-# The `safetensors` library is an independent reader in Rust. In all 16 files of the embedded model it must find the same
-# names, types, shapes and bytes, and the sum of the bytes must be the model's own `metadata.total_size`.
+# The `safetensors` library is an independent reader in Rust. In all 16 files of the embedded model it must find the
+# same names, types, shapes and bytes, and the sum of the bytes must be the model's own `metadata.total_size`.
 
 # %%
 oracle = Checkpoint(MODEL)
@@ -332,8 +332,8 @@ print(f"{len(oracle):,} tensors, {compared:,} bytes equal")
 
 
 # %% [markdown]
-# The list beside the files, wrong in one way at a time. Each line names the tensor, where it was found, and where it was
-# expected.
+# The list beside the files, wrong in one way at a time. Each line names the tensor, where it was found, and where it
+# was expected.
 
 # %%
 def listed(change):
@@ -378,8 +378,8 @@ assert np.abs(as_half - right).max() > 0.1 * np.abs(right).max()
 # %% [markdown]
 # ## 5.7.5 Half a million tensors
 #
-# The released shape as sparse files: true headers, then holes, and the list of all tensors. On the disk the headers take
-# 76 MB and the list 60 MB. Only the layers are written here; the census of all 96 files is in 5.6.
+# The released shape as sparse files: true headers, then holes, and the list of all tensors. On the disk the headers
+# take 76 MB and the list 60 MB. Only the layers are written here; the census of all 96 files is in 5.6.
 
 # %%
 scratch = tempfile.TemporaryDirectory()
@@ -431,7 +431,7 @@ scratch.cleanup()
 #   reader.
 #
 # **Exercises.**
-# 1. Write `rows(checkpoint, name, first, count)` with `extent` and `read_exactly`, so that a token's row of the embedding
-#    is read in 14,336 bytes and not in 2.35 GB. Compare it with `raw(name)[first:first + count]`.
-# 2. Add `"made_from": ["a.safetensors", "b.safetensors"]` to a list's metadata. For which values of `INDEX_BLOCK` is the
-#    list refused, and with which message?
+# 1. Write `rows(checkpoint, name, first, count)` with `extent` and `read_exactly`, so that a token's row of the
+#    embedding is read in 14,336 bytes and not in 2.35 GB. Compare it with `raw(name)[first:first + count]`.
+# 2. Add `"made_from": ["a.safetensors", "b.safetensors"]` to a list's metadata. For which values of `INDEX_BLOCK` is
+#    the list refused, and with which message?
