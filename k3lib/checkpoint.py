@@ -122,6 +122,9 @@ def check_index(index: TensorIndex, path: str) -> None:
                                   "the bytes of all tensors")
 
 
+DESCRIPTORS_A_FILE = 3  # one in Checkpoint, one or two in the reader of 5.9
+
+
 class Checkpoint:
     """The tensors of a folder of safetensors files, found from the headers alone: 24 bytes of memory a tensor.
 
@@ -136,7 +139,7 @@ class Checkpoint:
         self.fingerprints: dict[str, Fingerprint] = {}  # of each file whose header was read
         try:
             names = shard_names(self.path)
-            allow_open_files(len(names))
+            allow_open_files(DESCRIPTORS_A_FILE * len(names))
             for name in names:
                 self._add(str(self.path / name))
             self.index.complete()
@@ -236,5 +239,5 @@ class Checkpoint:
 
 
 __all__ = [
-    "shard_names", "INDEX", "INDEX_BLOCK", "index_pieces", "check_index", "Checkpoint",
+    "shard_names", "INDEX", "INDEX_BLOCK", "index_pieces", "check_index", "DESCRIPTORS_A_FILE", "Checkpoint",
 ]

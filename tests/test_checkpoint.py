@@ -492,6 +492,14 @@ def test_files_are_closed(tmp_path):
     assert open_files() == 0, caught
 
 
+def test_open_files_are_allowed_for_the_reader_too(monkeypatch):
+    "A reader (k3lib.disk) opens each file once or twice more."
+    asked = []
+    monkeypatch.setattr(checkpoint, "allow_open_files", asked.append)
+    with Checkpoint(MODEL) as c:
+        assert asked == [3 * len(c.files)]
+
+
 def test_f8_has_bits_but_no_values(tmp_path):
     parts = write(tmp_path, "model.safetensors", [("a", "F8_E4M3", [4])])
     c = Checkpoint(tmp_path)

@@ -7,8 +7,9 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from common import ROOT
+from common import MODEL, ROOT, digest
 
+import k3lib
 from k3lib import system
 
 
@@ -246,6 +247,37 @@ def test_memory_where_nothing_tells(monkeypatch, lacks):
     lacks("sysconf")
     monkeypatch.setattr(system, "resource", None)
     assert system.peak_bytes() is None and system.machine_free_bytes() is None
+
+
+# Everything at once
+
+WITHOUT = """
+import builtins, hashlib, mmap, os, sys
+import numba
+sys.modules["fcntl"] = sys.modules["resource"] = None  # to import them fails
+sys.platform = "neither"
+for name in "preadv O_DIRECT O_DIRECTORY posix_fadvise SEEK_DATA SEEK_HOLE set_blocking sysconf".split():
+    if hasattr(os, name):
+        delattr(os, name)
+if hasattr(mmap, "MAP_PRIVATE"):
+    del mmap.MAP_PRIVATE
+real = builtins.open
+builtins.open = lambda path, *args, **more: real("/nowhere" if str(path).startswith("/proc") else path, *args, **more)
+import k3lib
+with k3lib.load("fixtures/oracle13/model", ram="1GB") as model:
+    print(hashlib.sha256(model.prefill([304, 206, 32]).tobytes() + model.step(7).tobytes()).hexdigest())
+    print(model.report.text())
+"""
+
+
+def test_the_model_runs_without_any_of_the_calls_and_gives_the_same_bytes():
+    run = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    with k3lib.load(MODEL, ram="1GB") as model:
+        logits = model.prefill([304, 206, 32]), model.step(7)
+    found, report = run.stdout.split("\n", 1)
+    assert found == digest(*logits)
+    assert "buffered: this system has no O_DIRECT" in report and "the system keeps no count" in report
 
 
 # Open files and signals

@@ -175,9 +175,14 @@ def check_index(index: TensorIndex, path: str) -> None:
 # ## 5.7.3 The checkpoint
 #
 # A checkpoint is opened in three steps: find the files, read their headers into the index of 5.5, compare the list. The
-# files stay open. The fingerprint of each is kept, so that a file that is replaced during a run is noticed (5.9).
+# files stay open. The fingerprint of each is kept, so that a file that is replaced during a run is noticed (5.9). The
+# process may need more open files than the system grants at first (5.1.6): one here, and two for a reader that bypasses
+# the page cache and sometimes cannot.
 
 # %% tags=["export"]
+DESCRIPTORS_A_FILE = 3  # one in Checkpoint, one or two in the reader of 5.9
+
+
 class Checkpoint:
     """The tensors of a folder of safetensors files, found from the headers alone: 24 bytes of memory a tensor.
 
@@ -192,7 +197,7 @@ class Checkpoint:
         self.fingerprints: dict[str, Fingerprint] = {}  # of each file whose header was read
         try:
             names = shard_names(self.path)
-            allow_open_files(len(names))
+            allow_open_files(DESCRIPTORS_A_FILE * len(names))
             for name in names:
                 self._add(str(self.path / name))
             self.index.complete()
