@@ -21,7 +21,7 @@ except ImportError:  # Windows
 
 
 _POSITION_LOCKS = [threading.Lock() for _ in range(64)]
-_SEEK_READ_MAX = 1 << 24  # bytes that os.read copies at a time
+SEEK_READ_MAX = 1 << 24  # bytes that os.read copies at a time
 
 
 def pread(fd: int, view: memoryview, offset: int) -> int:
@@ -33,7 +33,7 @@ def pread(fd: int, view: memoryview, offset: int) -> int:
         return os.preadv(fd, [view], offset)
     with _POSITION_LOCKS[fd % len(_POSITION_LOCKS)]:
         os.lseek(fd, offset, os.SEEK_SET)
-        data = os.read(fd, min(len(view), _SEEK_READ_MAX))
+        data = os.read(fd, min(len(view), SEEK_READ_MAX))
     view[:len(data)] = data
     return len(data)
 
@@ -222,8 +222,8 @@ def make_nonblocking(fd: int) -> None:
 
 
 __all__ = [
-    "pread", "has_direct", "open_read", "keep_uncached", "forget_pages", "expect_sequential", "zero_pages",
-    "COMPILED_PREAD", "data_runs", "disk_bytes", "sync_folder", "return_freed_memory", "trim_freed_memory",
-    "status_bytes", "resident_bytes", "peak_bytes", "read_call_bytes", "machine_free_bytes", "allow_open_files",
-    "make_nonblocking",
+    "SEEK_READ_MAX", "pread", "has_direct", "open_read", "keep_uncached", "forget_pages", "expect_sequential",
+    "zero_pages", "COMPILED_PREAD", "data_runs", "disk_bytes", "sync_folder", "return_freed_memory",
+    "trim_freed_memory", "status_bytes", "resident_bytes", "peak_bytes", "read_call_bytes", "machine_free_bytes",
+    "allow_open_files", "make_nonblocking",
 ]

@@ -85,7 +85,7 @@ def without(module, *names):
 
 # %% tags=["export"]
 _POSITION_LOCKS = [threading.Lock() for _ in range(64)]
-_SEEK_READ_MAX = 1 << 24  # bytes that os.read copies at a time
+SEEK_READ_MAX = 1 << 24  # bytes that os.read copies at a time
 
 
 def pread(fd: int, view: memoryview, offset: int) -> int:
@@ -97,7 +97,7 @@ def pread(fd: int, view: memoryview, offset: int) -> int:
         return os.preadv(fd, [view], offset)
     with _POSITION_LOCKS[fd % len(_POSITION_LOCKS)]:
         os.lseek(fd, offset, os.SEEK_SET)
-        data = os.read(fd, min(len(view), _SEEK_READ_MAX))
+        data = os.read(fd, min(len(view), SEEK_READ_MAX))
     view[:len(data)] = data
     return len(data)
 
