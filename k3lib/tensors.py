@@ -107,7 +107,6 @@ ATTENTION_NORMS = tuple(row.short for row in _ATTENTION_NORMS)
 FFN_NORMS = tuple(row.short for row in _FFN_NORMS)
 EMBED, HEAD = _FIRST[0].name, _LAST[-1].name
 FINAL = tuple(row.name for row in _LAST[:-1])  # the last mix and the last norm, in the order of use
-EXPERT_NAME = "language_model.model.layers.{}.block_sparse_moe.experts.{}.{}.weight_{}"
 
 _NAMES = {(part, row.short): row.name for part, rows in TABLE.items() for row in rows}
 _NAMES |= {("norms", row.short): row.name for row in (*_ATTENTION_NORMS, *_FFN_NORMS)}
@@ -363,8 +362,8 @@ def check_tensors(config: Config, checkpoint: TensorList) -> None:
 
 __all__ = [
     "Row", "TABLE", "sizes", "TEXT_STACK", "LAYER_PATTERN", "EXPERT_PATTERN", "EXPERT_TENSORS", "ATTENTION_NORMS",
-    "FFN_NORMS", "EMBED", "HEAD", "FINAL", "EXPERT_NAME", "tensor_name", "expert_name", "layer_parts", "split_name",
-    "join_name", "Place", "place_of", "layer_of", "PARTS", "census_part", "part_of", "Tensor", "layer_tensors",
-    "global_tensors", "text_tensors", "forward_order", "row_multiples", "HasShape", "is_matrix", "is_router",
-    "Family", "families", "used_entries", "shape_fits", "TensorList", "check_tensors",
+    "FFN_NORMS", "EMBED", "HEAD", "FINAL", "tensor_name", "expert_name", "layer_parts", "split_name", "join_name",
+    "Place", "place_of", "layer_of", "PARTS", "census_part", "part_of", "Tensor", "layer_tensors", "global_tensors",
+    "text_tensors", "forward_order", "row_multiples", "HasShape", "is_matrix", "is_router", "Family", "families",
+    "used_entries", "shape_fits", "TensorList", "check_tensors",
 ]

@@ -183,7 +183,6 @@ ATTENTION_NORMS = tuple(row.short for row in _ATTENTION_NORMS)
 FFN_NORMS = tuple(row.short for row in _FFN_NORMS)
 EMBED, HEAD = _FIRST[0].name, _LAST[-1].name
 FINAL = tuple(row.name for row in _LAST[:-1])  # the last mix and the last norm, in the order of use
-EXPERT_NAME = "language_model.model.layers.{}.block_sparse_moe.experts.{}.{}.weight_{}"
 
 _NAMES = {(part, row.short): row.name for part, rows in TABLE.items() for row in rows}
 _NAMES |= {("norms", row.short): row.name for row in (*_ATTENTION_NORMS, *_FFN_NORMS)}
