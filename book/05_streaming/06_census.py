@@ -327,7 +327,7 @@ for ax, title, parts in (axes[0], "On disk", disk), (axes[1], "Read for one toke
     ax.set(yticks=[], xlim=(0, 100), title=f"{title}: {sum(parts.values()) / 1e9:,.0f} GB (green: {green})")
 axes[1].set_xlabel("share of the bytes (%)")
 shares = disk["routed experts"] / sum(disk.values()), token["trunk"] / sum(token.values())
-title = "Experts are {:.0%} of the bytes on disk, the trunk is {:.0%} of the bytes that a token reads".format(*shares)
+title = "Experts are {:.0%} of the bytes on disk, the trunk {:.0%} of a token's reads".format(*shares)
 fig.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
 plt.show()
 
