@@ -32,7 +32,7 @@ def shown_size(n: int | float) -> str:
 
 
 def whole_number(name: str, value: Any, low: int, high: int) -> int:
-    "`value` as an int from `low` to `high`. Raises UsageError naming the argument."
+    "`value` as an int from `low` to `high`. Raises UsageError, which says `name`, what was found and what is expected."
     try:
         number = int(value)
     except (TypeError, ValueError):
@@ -43,11 +43,22 @@ def whole_number(name: str, value: Any, low: int, high: int) -> int:
 
 
 # Per version of cgroups: the folder of the memory controller, the files for limit and usage, and the line of memory.stat
-# that counts page cache which has not been used lately.
+# that counts inactive page cache.
 CGROUPS = {
     1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("", "memory.max", "memory.current", "inactive_file"),
 }
+
+
+def _group_free(group, version):
+    "Free bytes of the cgroup in folder `group`, or None if it has no limit or cannot be read."
+    _, limit_file, usage_file, inactive = CGROUPS[version]
+    try:
+        limit, usage = ((group / name).read_text().strip() for name in (limit_file, usage_file))
+        stat = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    return None if limit == "max" else int(limit) - int(usage) + int(stat.get(inactive, 0))
 
 
 def cgroup_free(membership: str | Path = "/proc/self/cgroup", root: str | Path = "/sys/fs/cgroup") -> Iterator[int]:
@@ -71,19 +82,11 @@ def cgroup_free(membership: str | Path = "/proc/self/cgroup", root: str | Path =
                 break
 
 
-def _group_free(group, version):
-    "Free bytes of one cgroup, or None if it has no limit or cannot be read."
-    _, limit_file, usage_file, cold = CGROUPS[version]
-    try:
-        limit, usage = ((group / name).read_text().strip() for name in (limit_file, usage_file))
-        stat = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
-    except OSError:
-        return None
-    return None if limit == "max" else int(limit) - int(usage) + int(stat.get(cold, 0))
-
-
 def available_bytes() -> int | None:
-    "Bytes this process can still have: the machine's free memory or its cgroups', whichever is least; None if not told."
+    """Bytes that this process can still take: the least of the machine's free memory and its cgroups' free bytes.
+
+    None where the system does not tell.
+    """
     free = machine_free_bytes()
     return None if free is None else min([free, *cgroup_free()])
 
