@@ -63,9 +63,10 @@ def model_fingerprint(config: Config, tensors: Iterable[tuple[str, Extent, np.nd
 def save_sequence(file: str | os.PathLike, sequence: Sequence, model: str) -> None:
     "Write the sequence to `file`, whole or not at all. `model`: the model's fingerprint. Raises OSError."
     arrays = saved_arrays(sequence, sequence.position)
+    contents: list[bytes | memoryview] = [state_header(arrays), *(array.reshape(-1).data for _, array in arrays)]
     digest = hashlib.sha256(about_bytes(model, sequence.position))
     with whole_file(Path(file)) as out:
-        for data in (state_header(arrays), *(array.reshape(-1).data for _, array in arrays)):
+        for data in contents:
             digest.update(data)
             out.write(data)
         out.write(about_bytes(model, sequence.position, digest.hexdigest()))
@@ -109,7 +110,7 @@ def check_state(source: FileIO, path: Path, sequence: Sequence, model: str) -> i
     for chunk in file_chunks(source, 0, size - ABOUT_BYTES, path):
         digest.update(chunk)
     if last != about_bytes(model, position, digest.hexdigest()):
-        raise StateError(f"{path}: sha256 {digest.hexdigest():.16}..., expected {sha256!r:.16}...: damaged")
+        raise StateError(f"{path}: sha256 {digest.hexdigest()!r:.17}..., expected {sha256!r:.17}...: damaged")
     return position
 
 

@@ -284,6 +284,7 @@ class TrunkSource(Protocol):
         "Where a tensor's bytes lie."
 
 
+# %% tags=["export"]
 def make_plan(config: Config, checkpoint: Checkpoint, ram: int, context: int, *, trunk: TrunkSource | None = None,
               prompt_tokens: int | None = None, threads: int = CORES, readers: int | None = None) -> Plan:
     """Spend `ram` bytes: fixed costs, states, KV cache, buffers, then the trunk from the front, then expert slots.
