@@ -399,7 +399,7 @@ class Source(NamedTuple):
 
 
 def open_source(path: str | os.PathLike, trunk: str | os.PathLike | None) -> Source:
-    """Read and check a checkpoint's config, headers and vocabulary, and the headers of a packed trunk in folder `trunk`.
+    """Read and check a checkpoint's config, headers and vocabulary, and a packed trunk's headers in folder `trunk`.
 
     Raises ConfigError, CheckpointError, TokenizerError and FileNotFoundError.
     """

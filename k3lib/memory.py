@@ -42,8 +42,8 @@ def whole_number(name: str, value: Any, low: int, high: int) -> int:
     return number
 
 
-# Per version of cgroups: the folder of the memory controller, the files for limit and usage, and the line of memory.stat
-# that counts inactive page cache.
+# Per version of cgroups: the folder of the memory controller, the files for limit and usage, and the line of
+# memory.stat that counts inactive page cache.
 CGROUPS = {
     1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("", "memory.max", "memory.current", "inactive_file"),

@@ -139,7 +139,7 @@ def streaming_experts(config: Config, checkpoint: Checkpoint, readers: int) -> t
 
 
 def front(sizes: dict[str, int], nbytes: int) -> tuple[frozenset[str], int]:
-    "(names, their bytes): from the front of `sizes` {name: bytes}, each tensor that fits into what is left of `nbytes`."
+    "(names, their bytes): from the front of `sizes` {name: bytes}, each one that fits into what is left of `nbytes`."
     taken, names = 0, []
     for name, size in sizes.items():
         if taken + size <= nbytes:

@@ -3,8 +3,8 @@
 #
 # A budget says how many bytes a process may hold. Three questions come before it can be kept: what does "8GB" mean, how
 # much does the process hold already, and can the system give it the rest? The last one has a trap. A process in a
-# container sees the memory of the whole machine in `/proc/meminfo`, and is killed when the container takes more than its
-# own limit.
+# container sees the memory of the whole machine in `/proc/meminfo`, and is killed when the container takes more than
+# its own limit.
 #
 # At the end you can read a size that a person has written, and say how much memory this process may still take.
 #
@@ -87,8 +87,8 @@ assert whole_number("threads", "2", 1, 8) == 2
 # memory. Inactive pages, those that were not used lately, are dropped before memory is refused, so they count as free.
 
 # %% tags=["export"]
-# Per version of cgroups: the folder of the memory controller, the files for limit and usage, and the line of memory.stat
-# that counts inactive page cache.
+# Per version of cgroups: the folder of the memory controller, the files for limit and usage, and the line of
+# memory.stat that counts inactive page cache.
 CGROUPS = {
     1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("", "memory.max", "memory.current", "inactive_file"),

@@ -33,7 +33,7 @@ ORACLE = ROOT / "fixtures" / "oracle13" / "model"
 # KDA states, latent KV cache, vectors, activations, buffers for row blocks, one expert slot for each reader of experts.
 # Then the trunk, from the front of the forward pass: a pinned byte saves one byte of reading on **every** token. When
 # all of the trunk is pinned, what remains becomes slots that cache experts. A byte there saves something only if its
-# expert is chosen again (5.16.8).
+# expert is chosen again (5.16).
 #
 # | part | bytes | in K3 |
 # |---|---|---|
@@ -225,7 +225,7 @@ def streaming_experts(config: Config, checkpoint: Checkpoint, readers: int) -> t
 
 # %% tags=["export"]
 def front(sizes: dict[str, int], nbytes: int) -> tuple[frozenset[str], int]:
-    "(names, their bytes): from the front of `sizes` {name: bytes}, each tensor that fits into what is left of `nbytes`."
+    "(names, their bytes): from the front of `sizes` {name: bytes}, each one that fits into what is left of `nbytes`."
     taken, names = 0, []
     for name, size in sizes.items():
         if taken + size <= nbytes:
@@ -388,7 +388,6 @@ def measured_readers(checkpoint: Checkpoint, threads: int = CORES) -> tuple[int,
     shown = ", ".join(f"{n}: {rate / 1e9:.2f}" for n, rate in rates.items())
     return enough + threads, (f"GB/s by readers: {shown}; {enough} keep the device busy while {threads} multiply: "
                               f"--readers {enough + threads}")
-
 
 # %% [markdown]
 # ## Summary

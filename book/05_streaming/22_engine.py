@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 5.22 From a folder to a running model
 #
-# By now there is a forward pass that knows no files (5.8), a trunk and experts that are read from a disk (5.13, 5.16), a
-# plan that says how much of them stays in memory (5.18), and a tokenizer. This chapter puts them together. It adds four
-# promises. A bad folder is refused before an hour of reading, not after it. Two threads cannot move one sequence. What
-# is reported was measured. A number that is not finite is traced to a row of a file.
+# By now there is a forward pass that knows no files (5.8), a trunk and experts that are read from a disk (5.13, 5.16),
+# a plan that says how much of them stays in memory (5.18), and a tokenizer. This chapter puts them together. It adds
+# four promises. A bad folder is refused before an hour of reading, not after it. Two threads cannot move one sequence.
+# What is reported was measured. A number that is not finite is traced to a row of a file.
 #
 # At the end `k3lib.load(folder, ram="8GB")` gives a model that decodes.
 #
@@ -34,8 +34,8 @@ EXPECTED = json.loads((ORACLE / "expected.json").read_text())
 # ## 5.22.1 The report
 #
 # A report compares what the plan promised with what happened: bytes read by part, cache hits among the experts, seconds
-# of arithmetic and seconds of waiting, the measured peak beside the planned one. It holds the numbers of one moment, and
-# asking for it changes nothing.
+# of arithmetic and seconds of waiting, the measured peak beside the planned one. It holds the numbers of one moment,
+# and asking for it changes nothing.
 
 # %% tags=["export"]
 import contextlib
@@ -205,7 +205,7 @@ class Engine:
 # %% [markdown]
 # One caller at a time can move a sequence: with two, some layers would have read tokens that others have not. A forked
 # child has a copy of its parent's memory and none of its reader threads, so it would wait for them for ever. A second
-# thread and a forked child get a RuntimeError at once. A sequence that an interrupted pass has left incomplete (5.8.3)
+# thread and a forked child get a RuntimeError at once. A sequence that an interrupted pass has left incomplete (5.8)
 # is refused, too.
 
 # %% tags=["export"]
@@ -451,7 +451,7 @@ class Engine(Engine):
 # %% [markdown]
 # ## 5.22.4 A number that is not finite
 #
-# When a product comes out infinite or NaN (1.5.4), the error names the weight that was taken last and the rows that were
+# When a product comes out infinite or NaN (1.5), the error names the weight that was taken last and the rows that were
 # multiplied. The engine reads those rows again and says what is wrong: a damaged number in the file, or finite weights
 # whose sum float32 could not hold.
 #
@@ -516,9 +516,9 @@ class Engine(Engine):
 # ## 5.22.5 Loading
 #
 # `load` checks everything that can be checked without reading weights. The config is refused or accepted as a whole
-# (5.3). Every tensor that it implies must be in the headers with its dtype and shape (5.4). The plan must fit the budget
-# and the memory that is free (5.18). Only then is anything large allocated. A packed trunk (5.19) takes the checkpoint's
-# place as the source of everything but embedding and experts.
+# (5.3). Every tensor that it implies must be in the headers with its dtype and shape (5.4). The plan must fit the
+# budget and the memory that is free (5.18). Only then is anything large allocated. A packed trunk (5.19) takes the
+# checkpoint's place as the source of everything but embedding and experts.
 
 # %% tags=["export"]
 class Source(NamedTuple):
@@ -538,7 +538,7 @@ class Source(NamedTuple):
 
 
 def open_source(path: str | os.PathLike, trunk: str | os.PathLike | None) -> Source:
-    """Read and check a checkpoint's config, headers and vocabulary, and the headers of a packed trunk in folder `trunk`.
+    """Read and check a checkpoint's config, headers and vocabulary, and a packed trunk's headers in folder `trunk`.
 
     Raises ConfigError, CheckpointError, TokenizerError and FileNotFoundError.
     """
@@ -551,8 +551,8 @@ def open_source(path: str | os.PathLike, trunk: str | os.PathLike | None) -> Sou
 
 
 # %% [markdown]
-# Trunk and experts start threads. If loading fails half-way, or Ctrl-C ends it, those threads must end too. So each part
-# is put on a stack of parts to close, until the engine owns them all.
+# Trunk and experts start threads. If loading fails half-way, or Ctrl-C ends it, those threads must end too. So each
+# part is put on a stack of parts to close, until the engine owns them all.
 
 # %% tags=["export"]
 def start(source: Source, plan: Plan, threads: int, progress: Callable[[int], object] | None) -> Engine:
@@ -680,8 +680,8 @@ with tempfile.TemporaryDirectory() as scratch:
 #
 # ## Exercises
 #
-# 1. Raise an exception from `on_layer` in the middle of a prompt, then call `step`. Which attribute of the sequence makes
-#    the engine refuse, and which calls make it usable again?
+# 1. Raise an exception from `on_layer` in the middle of a prompt, then call `step`. Which attribute of the sequence
+#    makes the engine refuse, and which calls make it usable again?
 # 2. Suspend one `generate` after its first token, run another to its end, and go on with the first. What is the
 #    earliest moment at which the first could notice?
 #
