@@ -142,16 +142,16 @@ waiting = np.array([row["waiting"] for row in layers])
 computing = np.array([row["seconds"] for row in layers]) - waiting
 left.barh(names, computing, color="C1", label="computing")
 left.barh(names, waiting, left=computing, color="C5", label="waiting for bytes")
-left.set(xlabel="seconds", title="Most of a layer's time is reading ...")
+left.set(xlabel="seconds", xlim=(0, 1.6 * (computing + waiting).max()), title="The time of one token, by layer")
 left.invert_yaxis()
-left.legend()
+left.legend(loc="center right")
 end = np.zeros(len(layers))
 for part, color in PARTS.items():
     read = np.array([row[part] / 1e9 for row in layers])
     right.barh(names, read, left=end, color=color, label=part)
     end += read
-right.set(xlabel="GB read", title="... and most of what it reads is trunk")
-right.legend()
+right.set(xlabel="GB read", title="Most of what a layer reads is trunk")
+right.legend(loc="center right")
 plt.show()
 
 # %% [markdown]
