@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from k3lib.config import is_synthetic, read_config
-from k3lib.fileio import CheckpointError, K3Error, UsageError, whole_file
+from k3lib.fileio import CheckpointError, K3Error, UsageError, shown_value, whole_file
 from k3lib.memory import parse_size, shown_size, whole_number
 from k3lib.system import disk_bytes, make_nonblocking
 
@@ -63,7 +63,7 @@ def _check_output(path):
         raise UsageError(f"{path}: is no regular file, so it will not be replaced by one")
 
 
-class OutputLost(Exception):
+class OutputLost(K3Error):
     "Standard output cannot be written to. The run has failed, because its answer is lost."
 
 
@@ -97,7 +97,7 @@ def parse_ids(text: str) -> list[int]:
     ids = []
     for word in str(text).replace(" ", "").split(","):
         if not word.isdecimal() or len(word) > 18:
-            raise UsageError(f"ids: {word!r} is not a token id: write them like 1,2,3")
+            raise UsageError(f"ids: {shown_value(word)} is not a token id: write them like 1,2,3")
         ids.append(int(word))
     return ids
 
@@ -521,18 +521,15 @@ def _hook_without_lost_signals(hook):
     return shown
 
 
-# From errors to exit codes
-
-
-def _exit_code(error):
-    "2 usage, config or plan refused; 4 weights unreadable or damaged; 1 anything else."
-    if isinstance(error, K3Error):
-        return error.exit_code
-    return 2 if isinstance(error, (FileNotFoundError, NotADirectoryError)) else 1
+# Exit codes
 
 
 def main(argv: list[str] | None = None) -> int:
-    "Run one command and return its exit code: 0, what _exit_code says, or 128 plus the number of the signal that came."
+    """Run one command and return its exit code.
+
+    0; 2 usage, config or plan refused; 4 weights unreadable or damaged; 1 any other error; 128 plus the number of the
+    signal that came.
+    """
     args = _parser().parse_args(argv)
     if threading.current_thread() is not threading.main_thread():
         return _main(args, [])
@@ -563,5 +560,8 @@ def _outcome(error, came):
         number = came[0] if came else signal.SIGINT
         done = f" {error}" if isinstance(error, Interrupted) else ""
         return 128 + number, STOPPING[number] + done
-    code = _exit_code(error)
-    return code, str(error) if code != 1 or isinstance(error, OutputLost) else f"{type(error).__name__}: {error}"
+    if isinstance(error, K3Error):
+        return error.exit_code, str(error)
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        return 2, str(error)
+    return 1, f"{type(error).__name__}: {error}"

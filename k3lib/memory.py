@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from k3lib.system import machine_free_bytes
-from k3lib.fileio import UsageError
+from k3lib.fileio import UsageError, shown_value
 
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -19,7 +19,7 @@ def parse_size(text: str | int) -> int:
     "Bytes of '8GB' (8e9), '8GiB' (2^33), '900MB' or a whole number. Raises UsageError."
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if not match or match[2].upper() not in UNITS:
-        raise UsageError(f"{text!r} is not a size: write it like 8GB (8e9 bytes) or 8GiB (2^33)")
+        raise UsageError(f"{shown_value(text)} is not a size: write it like 8GB (8e9 bytes) or 8GiB (2^33)")
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
@@ -35,10 +35,10 @@ def whole_number(name: str, value: Any, low: int, high: int) -> int:
     "`value` as an int from `low` to `high`. Raises UsageError, which says `name`, what was found and what is expected."
     try:
         number = int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = None
     if number is None or isinstance(value, float) and value != number or not low <= number <= high:
-        raise UsageError(f"{name} is {value!r}: a whole number from {low} to {high} is needed")
+        raise UsageError(f"{name} is {shown_value(value)}: a whole number from {low} to {high} is needed")
     return number
 
 
