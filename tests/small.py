@@ -1,6 +1,5 @@
 "Small K3-graph checkpoints with dimensions of the test's choosing, and the book's own float64 model to judge them by."
 import json
-import re
 
 import jupytext
 import numpy as np
@@ -14,9 +13,8 @@ from k3lib.tensors import text_tensors
 
 
 def write(folder, seed=0, a_log_tail=7.7, linear=None, **fields):
-    """A random checkpoint in `folder`: the embedded model's config with other `fields`.
+    """A random checkpoint in `folder`: the embedded model's config with `fields` changed, and `linear` in its linear_attn_config.
 
-    `linear`: other fields of its linear_attn_config. `a_log_tail`: the entries of A_log that no head uses.
     One shard a layer and one for the rest, BF16 except where the released layout says otherwise.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,8 +57,7 @@ def forward64(folder, ids):
     cells = [cell.source for cell in jupytext.read(chapter, fmt="py:percent").cells if cell.cell_type == "code"]
     first = next(i for i, cell in enumerate(cells) if cell.startswith("def rms("))
     last = next(i for i, cell in enumerate(cells) if "def forward64(" in cell)
-    before = [line for cell in cells[:first] for line in cell.splitlines()
-              if re.match(r"import |from |[A-Z_]+ = [\d.e-]+$", line)]  # imports, and constants that are plain numbers
+    imports = [line for cell in cells[:first] for line in cell.splitlines() if line.startswith(("import ", "from "))]
     space = {**vars(model), "config": read_config(folder), "checkpoint": Checkpoint(folder)}
-    exec("\n".join([*before, *cells[first:last + 1]]), space)
+    exec("\n".join([*imports, *cells[first:last + 1]]), space)
     return space["forward64"](list(ids))[0]
