@@ -9,9 +9,10 @@ from common import FIXTURES, MODEL, least
 from k3lib import memory, plan, system
 from k3lib.checkpoint import Checkpoint
 from k3lib.config import read_config
-from k3lib.disk import ITEMSIZE
-from k3lib.header import Extent
-from k3lib.tensors import EXPERT_TENSORS, forward_order, text_tensors
+from k3lib.disk import page_padded
+from k3lib.header import ITEMSIZE, Extent
+from k3lib.layout import trunk_layout
+from k3lib.tensors import EXPERT_TENSORS, forward_order, row_multiples, text_tensors
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +88,17 @@ def test_front():
     assert plan.front(sizes, 1) == (frozenset(), 0)
 
 
+def test_the_buffers_of_a_trunk_that_is_all_pinned_are_spent_on_it(embedded):
+    config, checkpoint = embedded
+    extents = {name: checkpoint.extent(name) for name in forward_order(config)}
+    streaming = trunk_layout(extents, row_multiples(config), 5)
+    matrices = sum(page_padded(blocks[0].extent.nbytes) for blocks in streaming.streamed.values())
+    layout, nbytes, left = plan.pin_from_front(streaming, matrices - streaming.buffer_bytes)
+    assert not layout.streamed and layout.buffer_bytes == 0 and (nbytes, left) == (matrices, 0)
+    layout, nbytes, left = plan.pin_from_front(streaming, matrices - streaming.buffer_bytes - 1)
+    assert layout.streamed and layout.buffer_bytes > 0 and nbytes + left == matrices - streaming.buffer_bytes - 1
+
+
 @pytest.mark.parametrize("readers, enough", [
     (1, 1), (4, 4), (5, 4), (6, 6), (7, 6), (8, 8), (15, 8), (16, 16), (64, 16),
 ])
@@ -159,6 +171,15 @@ def small_process(monkeypatch):
     "As in a process of its own: this one has pytest and more in memory."
     monkeypatch.setattr(plan, "resident_bytes", lambda: 130_000_000)
     monkeypatch.setattr(plan, "available_bytes", lambda: None)
+
+
+def test_no_expert_is_cached_while_a_matrix_streams(released, small_process):
+    everything = plan.make_plan(*released, 200 * 10**9, 1024)
+    assert everything.pinned_bytes == everything.trunk_bytes and everything.layout.experts.cached > 1000
+    slots = everything.layout.experts.slots.total
+    nearly = plan.make_plan(*released, everything.total - slots - 10**9, 1024)
+    assert [*nearly.layout.trunk.streamed] == ["language_model.lm_head.weight"]
+    assert nearly.layout.experts.cached == 0 and nearly.ram - nearly.total > 10**9, "room for experts"
 
 
 def test_released_sizes(released):
