@@ -69,7 +69,7 @@ class OutputLost(K3Error):
 
 def _say(text):
     "Print and flush. Raises OutputLost, and KeyboardInterrupt if a library has dropped that of a signal."
-    if _came:
+    if _received:
         raise KeyboardInterrupt
     try:
         print(text, flush=True)
@@ -455,18 +455,18 @@ def _parser():
 
 STOPPING = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 GRACE = 1.4  # seconds from a signal to the end of the process, whatever it is doing
-_came: list[int] = []  # the signals that this command has received
+_received: list[int] = []  # the signals that this command has received
 
 
 @contextlib.contextmanager
 def _stopping(command) -> Iterator[list[int]]:
-    """The first SIGINT or SIGTERM raises KeyboardInterrupt, later ones do nothing. Yields the list of those that came.
+    """The first SIGINT or SIGTERM raises KeyboardInterrupt, later ones do nothing. Yields the list of those received.
 
     Python runs a signal's handler between two instructions of the main thread. During a read that stalls or a kernel
     that runs long there is no such moment. So a thread is told of the signal too, through a pipe, and ends the process
     if it is still alive after GRACE seconds.
     """
-    _came.clear()
+    _received.clear()
     reader, writer = os.pipe()
     make_nonblocking(writer)
     hook, sys.unraisablehook = sys.unraisablehook, _hook_without_lost_signals(sys.unraisablehook)
@@ -476,23 +476,23 @@ def _stopping(command) -> Iterator[list[int]]:
     watcher = threading.Thread(target=_end_late, args=(command, reader), name="k3-signals", daemon=True)
     watcher.start()
     try:
-        yield _came
+        yield _received
     finally:
         sys.unraisablehook = hook
         signal.set_wakeup_fd(others)
-        if not _came:  # otherwise the watcher stays, in case the end of the process takes long
+        if not _received:  # otherwise the watcher stays, in case the end of the process takes long
             os.write(writer, b"\0")
             watcher.join()
             os.close(reader)
             os.close(writer)
         for number, handler in before.items():
-            signal.signal(number, signal.SIG_IGN if _came else handler)
+            signal.signal(number, signal.SIG_IGN if _received else handler)
 
 
 def _receive(number, frame):
     "The signal handler."
-    if not _came:
-        _came.append(number)
+    if not _received:
+        _received.append(number)
         raise KeyboardInterrupt
 
 
@@ -515,7 +515,7 @@ def _hook_without_lost_signals(hook):
     """
 
     def shown(unraisable):
-        if not (_came and unraisable.exc_type is KeyboardInterrupt):
+        if not (_received and unraisable.exc_type is KeyboardInterrupt):
             hook(unraisable)
 
     return shown
@@ -533,11 +533,11 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if threading.current_thread() is not threading.main_thread():
         return _main(args, [])
-    with _stopping(args.command) as came:
-        return _main(args, came)
+    with _stopping(args.command) as received:
+        return _main(args, received)
 
 
-def _main(args, came):
+def _main(args, received):
     try:
         if sys.stdout is None:  # closed by the caller: print would lose the answer without a word
             raise OutputLost("standard output is closed")
@@ -548,16 +548,16 @@ def _main(args, came):
     except (Exception, KeyboardInterrupt) as error:
         if args.debug:
             raise
-        code, text = _outcome(error, came)
+        code, text = _outcome(error, received)
         if sys.stderr is not None:
             print(f"k3 {args.command}: {text}", file=sys.stderr)
         return code
 
 
-def _outcome(error, came):
+def _outcome(error, received):
     "(exit code, one line) for what ended a command."
-    if came or isinstance(error, KeyboardInterrupt):  # an interrupted import may raise any other exception
-        number = came[0] if came else signal.SIGINT
+    if received or isinstance(error, KeyboardInterrupt):  # an interrupted import may raise any other exception
+        number = received[0] if received else signal.SIGINT
         done = f" {error}" if isinstance(error, Interrupted) else ""
         return 128 + number, STOPPING[number] + done
     if isinstance(error, K3Error):
