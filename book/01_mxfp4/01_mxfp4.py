@@ -134,9 +134,8 @@ for byte in (0, 1, 127, 254, 255):
 # %% [markdown]
 # ## 1.1.3 The slow, certain product
 #
-# Decode, widen to float64, multiply, sum. The fast product of chapter 1.5 must agree with it to the fixture's
-# tolerance:
-# 1e-5 of the largest output, more than ten times the distance between float32 and float64 arithmetic here.
+# Decode, convert to float64, multiply, sum. The fast product of chapter 1.5 must agree with it to the fixture's
+# tolerance: 1e-5 of the largest output, more than ten times the distance between float32 and float64 arithmetic here.
 
 # %%
 TOLERANCE = 1e-5  # fixtures/ops/README.md, section mxfp4
@@ -209,8 +208,7 @@ plt.show()
 #
 # Going the other way shows what the format costs. The standard's recipe takes the block's largest magnitude, chooses
 # $2^{e-127}$ so that this magnitude falls between 4 and 8, and rounds each weight to the nearest value. A magnitude
-# above
-# 6 is clipped to 6.
+# above 6 is clipped to 6.
 
 # %%
 def quantise(w):

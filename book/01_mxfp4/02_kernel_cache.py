@@ -352,7 +352,7 @@ assert answers == ["20 compiled", "20 kept", "20 compiled", "20 kept", "20 compi
 answers
 
 # %% [markdown]
-# ## 1.2.8 Summary
+# ## Summary
 #
 # - Machine code is right to use when every source it was made from is unchanged, the ones it inlined included.
 # - Put what decides an answer into the name under which the answer is kept; then it cannot be stale and two writers
