@@ -1058,11 +1058,11 @@ for name, (_, count, tokens) in cases.items():
 fig, axes = plt.subplots(2, 1, figsize=(6.5, 5))
 bars = (("bf16, 12288 × 7168", rates, 2), ("MXFP4, 48 × 3072 × 3584", packed_rates, 0.53125))
 for ax, (title, found, bytes_each) in zip(axes, bars):
-    ax.barh(list(found), [r / 1e9 for r in found.values()])
+    ax.plot([r / 1e9 for r in found.values()], list(found), "o")
     ax.axvline(bandwidth / bytes_each / 1e9, ls="--", c="C1", label="memory, each weight read once")
     ax.set(xlabel="G weights × tokens a second", xscale="log", title=title)
     ax.invert_yaxis()
-    ax.legend(loc="upper right")
+    ax.legend(loc="lower left")
 plt.show()
 
 # %% [markdown]

@@ -552,8 +552,8 @@ print(f"seen by the plain case alone: {len(mistakes) - hidden} of {len(mistakes)
 # %%
 fig, ax = plt.subplots(figsize=(6, 3.6))
 rows = np.arange(len(mistakes))
-for case, color, shift in (("plain", "C0", .2), ("quiet", "C1", -.2)):
-    ax.barh(rows - shift, [max(table[m][case == "quiet"], 1e-8) for m in mistakes], .38, color=color, label=case)
+for case, marker in (("plain", "o"), ("quiet", "s")):
+    ax.plot([table[m][case == "quiet"] for m in mistakes], rows, marker, label=case)
 ax.axvline(1e-5, ls="--", lw=.8, color="C5", label="tolerance")
 ax.set(xscale="log", xlim=(1e-8, 1e3), xlabel="largest difference from the fixture, relative",
        title=f"{hidden} of {len(mistakes)} mistakes pass unless the experts whisper")
