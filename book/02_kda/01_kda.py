@@ -517,9 +517,9 @@ def one_row_a_pass(heads, arrays, cursor):
 
 
 # %% [markdown]
-# The next version changes one thing. Above, the sums in `out` are loaded and stored once for each key row, as often as the
-# state itself. Here four rows nest four fused multiply-adds in the order of the keys: a quarter of that traffic, the
-# same bits. The last one to three rows of a head whose width is no multiple of four take the form above.
+# The next version changes one thing. Above, the sums in `out` are loaded and stored once for each key row, as often as
+# the state itself. Here four rows nest four fused multiply-adds in the order of the keys: a quarter of that traffic,
+# the same bits. The last one to three rows of a head whose width is no multiple of four take the form above.
 #
 # A surprise: written as `for i in range(0, n, 4)` the second loop runs several times slower. The likely reason: a
 # negative `i + 1` would count from the end, as in Python, and the compiler cannot rule that out, so it uses no vectors.

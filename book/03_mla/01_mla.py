@@ -23,8 +23,8 @@
 # | $W_g, W_o$ | gate; back to the hidden width | 12288 × 7168; 7168 × 12288 | `W["g_proj"]`, `W["o_proj"]` |
 #
 # The extra dims are named after RoPE, the rotation by position other models apply to them. K3 does not (`mla_use_nope`
-# is true): they are plain numbers. Equations: the published modelling code, and the DeepSeek-V2 report (section 2.1) for the
-# latent form.
+# is true): they are plain numbers. Equations: the published modelling code, and the DeepSeek-V2 report (section 2.1)
+# for the latent form.
 
 # %%
 import time

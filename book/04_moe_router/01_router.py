@@ -90,9 +90,9 @@ for k in (2, 3):
 
 
 # %% [markdown]
-# Why a bias at all? The name says *correction*, and the DeepSeek-V3 report (section 2.1.2), whose router has the same form,
-# nudges such a bias during training until all experts get similar loads. That K3 was trained this way is a guess; its
-# arithmetic is not.
+# Why a bias at all? The name says *correction*, and the DeepSeek-V3 report (section 2.1.2), whose router has the same
+# form, nudges such a bias during training until all experts get similar loads. That K3 was trained this way is a guess;
+# its arithmetic is not.
 #
 # ## 4.1.3 One pass, in float32
 #

@@ -566,9 +566,9 @@ plt.show()
 # %% [markdown]
 # ## 4.2.7 Make it fast
 #
-# Two comparisons. The first is SiTU over 6,144 channels: numpy writes an array for every operation, the kernel one. With
-# its result written over its input the kernel falls back to one channel at a time, because vectors are safe only where
-# nothing overlaps, and that is tested as it runs. Hence the third buffer in `expert_mlp`.
+# Two comparisons. The first is SiTU over 6,144 channels: numpy writes an array for every operation, the kernel one.
+# With its result written over its input the kernel falls back to one channel at a time, because vectors are safe only
+# where nothing overlaps, and that is tested as it runs. Hence the third buffer in `expert_mlp`.
 
 # %%
 def seconds(f, repeat=15):

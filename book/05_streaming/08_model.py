@@ -220,6 +220,7 @@ for wrong in ("boundary does not clear p", "plain residual", "no final mix", "la
     print(f"{wrong:<28} largest logit difference {moved:5.1f}, {same:2d} of 20 ids still right")
     assert moved > 1000 * LOGIT_TOLERANCE
 
+
 # %% [markdown]
 # The last row stands for what a reader of `full_attn_layers` meets in K3: layers 92 and 93 are both MLA, and a map that
 # alternates by rule calls the last one KDA. Its tensors are not in the checkpoint; an engine that treats the missing
@@ -257,6 +258,7 @@ def moe_shape(config: Config) -> MoEShape:
 for found in (kda_shape(config), mla_shape(config), moe_shape(config)):
     print(found)
 assert mla_shape(config).latent_eps == LATENT_EPS != config.rms_norm_eps == kda_shape(config).eps
+
 
 # %% [markdown]
 # Between two forward passes a sequence keeps three things. Per KDA layer: a recurrent state and the last three inputs
