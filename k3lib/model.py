@@ -200,7 +200,7 @@ class Model:
                          on_route=lambda ids, weights: watch("router", L, (ids, weights)))
 
     def _logits(self, x, weights):
-        "float32 [len(x), vocab]. A pass whose logits nobody wants ends before the head: 2.3 GB that need not be read."
+        "float32 [len(x), vocab]. A pass that is asked for no logits ends before the head, 2.3 GB in K3."
         if len(x) == 0:
             return np.empty((0, self.config.vocab_size), np.float32)
         return linear(weights.take(HEAD), x, self.threads)

@@ -2,8 +2,8 @@
 # # 1.4 Threads that share a kernel's work
 #
 # A matrix product is many independent sums, and a machine has several cores. At the end of this chapter a kernel's
-# work is shared among threads in ten lines of the kernel, a failure or a Ctrl-C ends all of them, and nobody waits
-# for a thread that has nothing left to do.
+# work is shared among threads in ten lines of the kernel, a failure or a Ctrl-C ends all of them, and no thread
+# waits for one that has nothing left to do.
 #
 # [1.3 Sixteen lanes as one value](03_simd.ipynb) ·
 # [contents](../README.md) ·
@@ -192,7 +192,7 @@ def threads_for(macs: int, threads: int) -> int:
 # What holds at every moment, Ctrl-C included:
 #
 # - A helper touches the caller's arrays only between the two changes of `_AT_WORK`, and only for chunks that it took.
-# - After `_NEXT` was set to `EXHAUSTED` nobody takes another chunk.
+# - After `_NEXT` was set to `EXHAUSTED` no thread takes another chunk.
 # - So once `_NEXT` is exhausted and `_AT_WORK` is zero, the arrays are the caller's alone. When the caller leaves
 #   with an error, it first makes both true. When it leaves without one, all items are done, and a helper that is
 #   still inside the kernel has no chunk.

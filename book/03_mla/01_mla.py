@@ -815,7 +815,7 @@ assert np.allclose(p.sum(2), 1, atol=1e-6) and (np.triu(p.transpose(1, 0, 2), 1)
 #
 # One token, 16 heads of K3's width. The versions: expand keys and values from the cached latents in NumPy; absorb, in
 # NumPy; a kernel that reads the cache once per head, scores first, then weights, then context; and the kernel above,
-# where four heads share each row and the cache goes by once.
+# where four heads share each row and the cache is read once.
 
 # %%
 @kernel
