@@ -111,11 +111,11 @@ class LayerExperts:
 
         No reader may be at work. What is not wholly there, of a request that failed or was interrupted, is forgotten first.
         """
-        for e in self.cache.kept - {e for e, wanted in self.cached.items() if wanted.expert is not None}:
+        for e in self.cache.cached - {e for e, wanted in self.cached.items() if wanted.expert is not None}:
             self.cache.forget(e)
         if whole:
             self.cache.request(ids)
-        stays = self.cache.kept
+        stays = self.cache.cached
         self.cached = {e: wanted for e, wanted in self.cached.items() if e in stays and wanted.expert is not None}
         used = {id(wanted.slot) for wanted in self.cached.values()}
         free = [slot for slot in self.slots if id(slot) not in used]
