@@ -97,7 +97,7 @@ class AgingCache:
 
     def __init__(self, capacity: int):
         self.capacity, self.cached = capacity, frozenset[int]()
-        self._history: dict[int, int] = {}  # expert: bit HISTORY_BITS - 1 is the last request, the one below the one before
+        self._history: dict[int, int] = {}  # expert: the highest bit is for the last request, the next for that before
 
     @property
     def history(self) -> dict[int, int]:

@@ -21,7 +21,6 @@ import tempfile
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import numpy as np
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 plt.style.use(ROOT / "book" / "k3.mplstyle")
@@ -168,8 +167,8 @@ def steps_of(passes: list[Pass]) -> tuple[list[Pass], int]:
     with all of that pass's requests and then has more. Of such a pass only the requests that are new are in the step.
     """
     steps, repeated = [], 0
-    for before, now in zip([None, *passes], passes):
-        repeats = before is not None and all(len(b) > len(a) and b[:len(a)] == a for (_, a), (_, b) in zip(before, now))
+    for before, now in zip([[], *passes], passes):
+        repeats = before != [] and all(len(b) > len(a) and b[:len(a)] == a for (_, a), (_, b) in zip(before, now))
         skipped = [len(chosen) for _, chosen in before] if repeats else [0] * len(now)
         steps.append([(layer, sorted(set(chosen[skip:]))) for (layer, chosen), skip in zip(now, skipped)])
         repeated += repeats

@@ -180,7 +180,7 @@ class AgingCache:
 
     def __init__(self, capacity: int):
         self.capacity, self.cached = capacity, frozenset[int]()
-        self._history: dict[int, int] = {}  # expert: bit HISTORY_BITS - 1 is the last request, the one below the one before
+        self._history: dict[int, int] = {}  # expert: the highest bit is for the last request, the next for that before
 
     @property
     def history(self) -> dict[int, int]:
@@ -201,6 +201,16 @@ class AgingCache:
         self.cached -= {e}
 
 
+# %%
+cache = AgingCache(2)
+for ids in ([1, 2], [1, 3], [3, 4], [4], [4, 2]):
+    hits = cache.request(ids)
+    history = {e: f"{bits >> HISTORY_BITS - 4:04b}" for e, bits in sorted(cache.history.items())}
+    print(f"request {ids}: {len(hits)} hits; cached {sorted(cache.cached)}; history", history)
+assert cache.cached == {2, 4}
+
+
+# %% tags=["export"]
 class LayerCaches:
     "A cache of `capacity` experts, an equal part of it for each of `layers`. This is the policy of Experts (5.16)."
 
@@ -216,14 +226,6 @@ class LayerCaches:
         "As AgingCache.request, for one layer."
         return self._of[layer].request(ids)
 
-
-# %%
-cache = AgingCache(2)
-for ids in ([1, 2], [1, 3], [3, 4], [4], [4, 2]):
-    hits = cache.request(ids)
-    history = {e: f"{bits >> HISTORY_BITS - 4:04b}" for e, bits in sorted(cache.history.items())}
-    print(f"request {ids}: {len(hits)} hits; cached {sorted(cache.cached)}; history", history)
-assert cache.cached == {2, 4}
 
 # %% [markdown]
 # ## 5.15.4 The replay
@@ -390,7 +392,8 @@ for ax, curves, title in zip(axes, (RELEASED, rates), ("the released model, 8 st
     assert all(curves["LRU"][i] == 0 and curves["aging"][i] > curves["clairvoyant"][i] / 2 for i in smaller)
 axes[0].set(ylabel="hit rate")
 axes[0].legend(fontsize=7, loc="lower right")
-fig.suptitle("Below one token's experts (grey line) LRU has no hits, aging more than half of the possible ones", fontsize=10)
+fig.suptitle("Below one token's experts (grey line) LRU has no hits, aging more than half of the possible ones",
+             fontsize=10)
 plt.show()
 
 # %% [markdown]
