@@ -176,7 +176,7 @@ class Experts:
         lent = self._slots(layout.slots.count - layout.cached)
         read_ahead = layout.slots.count if layout.whole else 0
         self._pool = Prefetcher(self._read, lent, layout.readers, read_ahead, "experts",
-                                memory=lambda requested: requested.slot) if lent else None
+                                memory=lambda requested: requested.slot) if layout.slots.count else None
 
     def _slots(self, count):
         nbytes = self.layout.slots.nbytes
