@@ -16,7 +16,6 @@ from numba import njit
 
 # %% tags=["export"]
 import os
-import sys
 import time
 from _thread import start_new_thread
 from collections.abc import Callable
@@ -139,20 +138,18 @@ def busy(n, sums, cursor):
 # locked for ever. A `SimpleQueue` hands over in one call that an interrupt cannot divide. `threading.Thread.start`
 # has the same trouble: it waits, at a lock, until the new thread runs. `_thread.start_new_thread` does not wait.
 #
-# A process that is forked off has none of its parent's threads. It begins with a new queue and no helpers.
+# A process that is forked off has none of its parent's threads. It sees that it is not the process whose helpers these
+# are, and begins with a new queue.
 
 # %% tags=["export"]
 _tasks: SimpleQueue = SimpleQueue()  # at which helpers wait
 _helpers: list[int] = []  # their identities
+_process = os.getpid()  # whose threads they are
 
 
 def _forget_helpers():
-    global _tasks, _helpers
-    _tasks, _helpers = SimpleQueue(), []
-
-
-if sys.platform != "win32":  # which forks no process
-    os.register_at_fork(after_in_child=_forget_helpers)
+    global _tasks, _helpers, _process
+    _tasks, _helpers, _process = SimpleQueue(), [], os.getpid()
 
 
 def _help(tasks):
@@ -216,6 +213,8 @@ def parallel_for(threads: int, n: int, kernel: Callable, *args: Any) -> None:
     if threads == 1:
         return kernel(n, *args, cursor)
     kernel(0, *args, np.zeros_like(cursor))  # compiles
+    if _process != os.getpid():
+        _forget_helpers()
     while len(_helpers) < min(threads, CORES) - 1:
         _helpers.append(start_new_thread(_help, (_tasks,)))
     try:
