@@ -5,72 +5,79 @@ Made from book/05_streaming/09_disk.py: edit that, then run `make export`.
 
 import errno
 import logging
-import mmap
 import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
 import numpy as np
-from k3lib.fileio import CheckpointError, fingerprint
+
+from k3lib.fileio import CheckpointError, Fingerprint, fingerprint
+from k3lib.header import ARRAY_DTYPES, ITEMSIZE, Extent
+from k3lib.system import forget_pages, has_direct, keep_uncached, open_read, pread, zero_pages
 
 
-PAGE = 4096  # O_DIRECT wants offsets, lengths and addresses in whole pages
+PAGE = 4096  # bytes: direct reads want offsets, lengths and addresses in whole pages
+MAX_READ = 1 << 26  # bytes asked of one call: Linux moves at most 2 GiB - 4 KiB; after less, a signal is heard sooner
+READ_UNIT = 3 << 18  # bytes that a reader reads and multiplies at a time (5.12)
 
 
-MAX_READERS = 64
-
-
-MAX_READ = 1 << 26  # Linux moves at most 2 GiB - 4 KiB a call; after less a signal is heard sooner
-
-
-ITEMSIZE = {"BF16": 2, "F32": 4, "U8": 1}
-
-
-ARRAY_DTYPE = {"BF16": np.uint16, "F32": np.float32, "U8": np.uint8}
-
-
-def page_buffer(nbytes):
-    "A page-aligned uint8 array of at least `nbytes`, from the operating system, zero and uncommitted until written."
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-    return np.frombuffer(mmap.mmap(-1, max(PAGE, whole_pages(nbytes)), **private), np.uint8)
-
-
-def whole_pages(nbytes):
+def whole_pages(nbytes: int) -> int:
+    "`nbytes` rounded up to whole pages."
     return -(-nbytes // PAGE) * PAGE
 
 
-def page_padded(nbytes):
-    "Buffer bytes that hold any extent of `nbytes` widened to whole pages at both ends."
+def page_padded(nbytes: int) -> int:
+    "Bytes of a buffer that holds any extent of `nbytes` with the rest of its first and last page."
     return whole_pages(nbytes) + PAGE
 
 
-_READ_ONLY, _DIRECT = os.O_RDONLY | getattr(os, "O_BINARY", 0), getattr(os, "O_DIRECT", 0)
+def page_buffer(nbytes: int) -> np.ndarray:
+    "A page-aligned uint8 array of at least `nbytes`, in whole pages: zero, and uncommitted until it is written."
+    return np.frombuffer(zero_pages(max(PAGE, whole_pages(nbytes))), np.uint8)
 
 
 class File:
-    """One shard, read past the page cache where the file system allows it; for any number of threads at once.
+    """One shard, read past the page cache where the file system allows it. Any number of threads may read at a time.
 
-    `how` says "direct", or "buffered" and why; `descriptor` is (file descriptor, whether it reads directly). Without O_DIRECT the
-    pages a read leaves behind are dropped again. `known`: the identity of the file whose header was read.
+    `how`: "direct", or "buffered: " and why. `descriptor`: the file descriptor, and True if it reads directly.
+    `known`: the fingerprint of the file whose header was read, if there was one. Raises CheckpointError if the file
+    cannot be opened or has another fingerprint.
     """
 
-    def __init__(self, path, known=None):
-        self.path, self._known, self._lock, self._open = path, known, threading.Lock(), []
-        if not _DIRECT:
-            return self._go_buffered("this system has no O_DIRECT")
+    def __init__(self, path: str, known: Fingerprint | None = None):
+        self.path, self._known, self._lock = path, known, threading.Lock()
+        self._opened: list[int] = []  # all descriptors, open until close()
+        self.descriptor: tuple[int, bool]
+        self.how: str
+        if not has_direct():
+            self._go_buffered("this system has no O_DIRECT")
+            return
         try:
-            self._use(_DIRECT, "direct")
+            self._use(True, "direct")
         except OSError as error:
             self._go_buffered(f"O_DIRECT refused at open: {error.strerror}")
 
-    def _use(self, flag, how):
-        fd = os.open(self.path, _READ_ONLY | flag)
-        self._open.append(fd)
+    def _use(self, direct, how):
+        fd = open_read(self.path, direct)
+        self._opened.append(fd)
         self._compare(os.fstat(fd))
-        self.descriptor, self.how = (fd, flag != 0), how
+        self.descriptor, self.how = (fd, direct), how
+
+    def _go_buffered(self, why):
+        "Read through the page cache from now on."
+        with self._lock:
+            if self._opened and not self.descriptor[1]:
+                return  # another reader was first
+            try:
+                self._use(False, f"buffered: {why}")
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be opened: {error.strerror}") from None
+            keep_uncached(self.descriptor[0])
 
     def _compare(self, status):
         now = fingerprint(status)
@@ -80,7 +87,7 @@ class File:
             found, expected = (f"{size} bytes of {time.ctime(ns / 1e9)}" for *_, size, ns in (now, self._known))
             raise CheckpointError(f"{self.path}: {what} during the run: found {found}, expected {expected}")
 
-    def check(self):
+    def check(self) -> None:
         "CheckpointError unless the file is still the one at its path and has not been written to."
         try:
             for status in (os.fstat(self.descriptor[0]), os.stat(self.path)):
@@ -88,271 +95,242 @@ class File:
         except OSError as error:
             raise CheckpointError(f"{self.path}: was removed during the run: {error.strerror}") from None
 
-    def _go_buffered(self, why):
-        "From now on through the page cache. The first descriptor stays open: another reader may be inside a call on it."
-        with self._lock:
-            if self._open and not self.descriptor[1]:
-                return
-            try:
-                self._use(0, f"buffered: {why}")
-            except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot be opened: {error.strerror}") from None
+    def close(self) -> None:
+        "Close the descriptors. No read may be under way."
+        while self._opened:
+            os.close(self._opened.pop())
 
-    def read(self, buffer, offset, nbytes):
-        """Read `nbytes` at `offset` into `buffer`, a page-aligned uint8 array of at least widened(nbytes).
+    def read(self, buffer: np.ndarray, offset: int, nbytes: int) -> tuple[int, int]:
+        """Read `nbytes` at `offset` into `buffer`, a page-aligned uint8 array of at least page_padded(nbytes).
 
-        Returns the index in `buffer` at which the extent begins, and the bytes that were moved: those of whole pages.
-        Raises CheckpointError on a short file or a failed read.
+        Returns the index in `buffer` at which the extent begins, and the bytes that were transferred: those of whole
+        pages. Raises CheckpointError if the file is too short or cannot be read, ValueError if the buffer is too small.
         """
         low, end = offset - offset % PAGE, offset + nbytes
         want = whole_pages(end - low)
-        view, done = memoryview(buffer)[:want], 0
+        view, done = buffer.data[:want], 0
         if len(view) < want:
             raise ValueError(f"{nbytes} bytes at offset {offset} need a buffer of {want}, this one has {len(view)}")
         while low + done < end:
             fd, direct = self.descriptor
             try:
-                got = _read_at(self, fd, view[done:done + MAX_READ], low + done)
+                got = pread(fd, view[done:done + MAX_READ], low + done)
             except OSError as error:
-                if direct and error.errno == errno.EINVAL:  # some file systems take O_DIRECT at open and refuse it here
-                    self._go_buffered(f"O_DIRECT refused at read: {error.strerror}")
-                    continue
-                raise CheckpointError(f"{self.path}: reading {nbytes} bytes at offset {offset} failed: {error.strerror}") from None
-            if low + done + got < end and (got == 0 or direct and got < PAGE):
-                size = os.fstat(fd).st_size
-                if direct and size >= end:  # not the end: what is less than a page cannot be gone on from
-                    self._go_buffered(f"O_DIRECT gave {got} bytes, less than a page")
-                    continue
-                where = f"ends at byte {size}" if size < end else f"gave nothing at byte {low + done} of {size}"
-                raise CheckpointError(f"{self.path}: {where}, but bytes {offset} to {end} are needed")
-            done += got if low + done + got >= end or not direct else got - got % PAGE
-        if not self.descriptor[1] and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.descriptor[0], low, want, os.POSIX_FADV_DONTNEED)
+                if not direct or error.errno != errno.EINVAL:
+                    where = f"{self.path}: reading {nbytes} bytes at offset {offset} failed: {error.strerror}"
+                    raise CheckpointError(where) from None
+                self._go_buffered(f"O_DIRECT refused at read: {error.strerror}")  # some refuse it here, not at open
+                continue
+            if low + done + got >= end or got >= PAGE or got and not direct:
+                done += got - got % PAGE if direct and low + done + got < end else got
+            elif direct and os.fstat(fd).st_size >= end:
+                self._go_buffered(f"O_DIRECT gave {got} bytes, less than a page")
+            else:
+                raise CheckpointError(self._too_short(os.fstat(fd).st_size, low + done, offset, end))
+        if not self.descriptor[1]:
+            forget_pages(self.descriptor[0], low, want)
         return offset - low, done
 
-    def close(self):
-        "Close the descriptors. No read may be under way."
-        while self._open:
-            os.close(self._open.pop())
+    def _too_short(self, size, at, offset, end):
+        where = f"ends at byte {size}" if size < end else f"gave nothing at byte {at} of {size}"
+        return f"{self.path}: {where}, but bytes {offset} to {end} are needed"
 
 
-if hasattr(os, "preadv"):
-    def _read_at(file, fd, view, offset):
-        return os.preadv(fd, [view], offset)
-else:
-    def _read_at(file, fd, view, offset):
-        with file._lock:  # seek and read are two calls here: one reader at a time
-            os.lseek(fd, offset, os.SEEK_SET)
-            data = os.read(fd, len(view))
-        view[:len(data)] = data
-        return len(data)
+class ReadCount(NamedTuple):
+    "What some reads came to: seconds inside them, bytes that were asked for, bytes of the whole pages transferred."
 
-
-class Event(NamedTuple):
-    "What a thread did from `began` to `ended`, seconds of time.perf_counter: read `nbytes` for a part, or multiply them."
-    what: str
-    thread: str
-    began: float
-    ended: float
+    seconds: float
     nbytes: int
+    transferred: int
 
 
 class Files:
-    """The shards of one checkpoint, each opened once, and the bytes read from them by part.
+    """The shards of one checkpoint, each opened at its first read, and the account of what was read from them.
 
-    `moved` counts what the system was asked for: extents widened to whole pages. `log`, if it is a list, gets an Event a read.
-    `identities`: {path: identity} of files whose headers were read: others are refused. A read that does not end is logged.
+    `fingerprints`: {path: fingerprint} of files whose headers were read; a file that has another one is refused.
+    `bytes_read`: {part: bytes that were asked for}. `moved`: bytes of whole pages. `read_seconds`: time inside reads,
+    summed over the threads. A read that does not end is logged (5.9.4).
+
+    `_lock` guards every field. `_under_way` {thread: (path, offset, when it began)}: the reads that have begun and not
+    ended. A file is closed only when no other thread has one.
     """
 
-    def __init__(self, identities=None):
-        self._files, self._identities, self._turn = {}, identities or {}, threading.RLock()
-        self._under_way, self._watcher, self._over = {}, None, threading.Event()  # {thread: (path, offset, began)}
-        self._ended = threading.Condition(self._turn)
-        self._closed = False
+    def __init__(self, fingerprints: dict[str, Fingerprint] | None = None):
         self.bytes_read = {"trunk": 0, "experts": 0, "other": 0}
-        self.moved = 0
-        self.seconds = {"trunk": 0.0, "experts": 0.0, "other": 0.0, "arithmetic": 0.0}  # inside reads; processor time; over all threads
-        self.log = None
-
-    def read(self, buffer, extent, offset, nbytes, part):
-        "Read part of `extent` (from byte `offset` of it) into `buffer`; returns where it begins there."
-        began, used, moved = time.perf_counter(), 0, 0
-        try:
-            file = self._begin(extent, offset)
-            start, moved = file.read(buffer, extent.offset + offset, nbytes)
-            used = nbytes
-        finally:
-            self._end(part, used, moved)
-        self.note(part, began, nbytes)
-        return start
-
-    def stream(self, extent, offset, part, pieces, loop):
-        """Have compiled code read from byte `offset` of `extent` and work on what it reads, in at most so many `pieces`: the result of
-        loop(descriptor, journal), or None for a file that is not read directly.
-
-        In the rows of `journal`, float64 [1 + pieces, 5], after the first, the loop writes when a piece was there, when it was done
-        with, the bytes moved, the processor seconds of the work, and the bytes it was after; in row 0 the seconds of all reads, when
-        the loop began, and the sums of the last three.
-        """
-        result, journal = None, np.zeros((pieces + 1, 5))
-        try:
-            file = self._begin(extent, offset)
-            descriptor, direct = file.descriptor
-            if direct:
-                result = loop(descriptor, journal)
-        finally:
-            read, _, moved, worked, nbytes = journal[0].tolist()
-            self._end(part, int(nbytes), int(moved), read, worked)
-        if self.log is not None:
-            name = threading.current_thread().name
-            with self._turn:
-                for before, (arrived, ended, _, _, nbytes) in zip(journal[:, 1], journal[1:]):
-                    if nbytes:
-                        self.log.append(Event(part, name, before, arrived, int(nbytes)))
-                    if ended > arrived:
-                        self.log.append(Event("arithmetic", name, arrived, ended, int(nbytes)))
-        return result
+        self.moved, self.read_seconds = 0, 0.0
+        self._fingerprints = fingerprints or {}
+        self._lock = threading.RLock()
+        self._read_ended = threading.Condition(self._lock)
+        self._files: dict[str, File] = {}
+        self._under_way: dict[int, tuple[str, int, float]] = {}
+        self._closed, self._over = False, threading.Event()
+        self._watcher: threading.Thread | None = None
 
     def _begin(self, extent, offset):
-        "The File of an extent, opened at its first use; it stays open until _end."
-        with self._turn:
+        "The File of an extent. It stays open until _end is called."
+        with self._lock:
+            at = extent.offset + offset
             if self._closed:
-                raise CheckpointError(f"{extent.file}: bytes at offset {extent.offset + offset} are asked for after the files were closed")
+                raise CheckpointError(f"{extent.file}: bytes at offset {at} are asked for after the files were closed")
             file = self._files.get(extent.file)
             if file is None:
-                file = self._files[extent.file] = File(extent.file, self._identities.get(extent.file))
+                file = self._files[extent.file] = File(extent.file, self._fingerprints.get(extent.file))
             if self._watcher is None:
-                watcher = threading.Thread(target=_watch, args=(weakref.ref(self), self._over), name="k3-watch", daemon=True)
-                watcher.start()
-                self._watcher = watcher
-            self._under_way[threading.get_ident()] = extent.file, extent.offset + offset, time.perf_counter()
+                self._watcher = _watch(self)
+            self._under_way[threading.get_ident()] = extent.file, at, time.perf_counter()
             return file
 
-    def _end(self, part, nbytes, moved, read=0.0, worked=0.0):
-        with self._turn:
-            self.seconds[part] += read
-            self.seconds["arithmetic"] += worked
+    def _end(self, part, count):
+        with self._lock:
             self._under_way.pop(threading.get_ident(), None)
-            self.bytes_read[part] += nbytes
-            self.moved += moved
+            self.bytes_read[part] += count.nbytes
+            self.moved += count.transferred
+            self.read_seconds += count.seconds
             if self._closed:
-                self._ended.notify_all()
+                self._read_ended.notify_all()
 
-    def note(self, what, began, nbytes, seconds=None):
-        "Count `seconds`, or else the time since `began`, for `what`; an Event in the log, if one is kept."
-        ended = time.perf_counter()
-        with self._turn:
-            self.seconds[what] += ended - began if seconds is None else seconds
-            if self.log is not None:
-                self.log.append(Event(what, threading.current_thread().name, began, ended, nbytes))
+    def read(self, buffer: np.ndarray, extent: Extent, offset: int, nbytes: int, part: str) -> int:
+        """Read `nbytes` from byte `offset` of `extent` into the page-aligned `buffer`, on the account of `part`.
 
-    def multiply(self, nbytes, work, *args):
-        "work(*args), its processor time and its Event counted as arithmetic on `nbytes`."
-        began, busy = time.perf_counter(), time.thread_time()
-        work(*args)
-        self.note("arithmetic", began, nbytes, time.thread_time() - busy)
+        Returns the index in `buffer` at which they begin. Raises CheckpointError.
+        """
+        began, used, transferred = time.perf_counter(), 0, 0
+        try:
+            start, transferred = self._begin(extent, offset).read(buffer, extent.offset + offset, nbytes)
+            used = nbytes
+        finally:
+            self._end(part, ReadCount(time.perf_counter() - began, used, transferred))
+        return start
 
-    @property
-    def read_seconds(self):
-        "Seconds inside read calls, summed over the readers."
-        return sum(seconds for what, seconds in self.seconds.items() if what != "arithmetic")
+    def stream(self, extent: Extent, offset: int, part: str, loop: Callable[[int], tuple[Any, ReadCount]]) -> Any:
+        """Let `loop` read the file of `extent`, from byte `offset` of the extent on, on the account of `part`.
 
-    def array(self, extent, part, first=0, rows=None):
-        "The tensor, or `rows` rows of it from row `first`, as an owned array: uint16 for BF16, else its own dtype."
+        loop(file descriptor) returns a result and a ReadCount. Returns the result, or None without a call of `loop`
+        where the file is not read directly.
+        """
+        result, count = None, ReadCount(0.0, 0, 0)
+        try:
+            descriptor, direct = self._begin(extent, offset).descriptor
+            if direct:
+                result, count = loop(descriptor)
+        finally:
+            self._end(part, count)
+        return result
+
+    def array(self, extent: Extent, part: str, first: int = 0, rows: int | None = None) -> np.ndarray:
+        """The tensor, or `rows` rows of it from row `first` on, in memory of its own: uint16 for BF16, else its dtype.
+
+        Raises CheckpointError.
+        """
         row = extent.nbytes // extent.shape[0]
         rows = extent.shape[0] - first if rows is None else rows
         buffer = page_buffer(page_padded(rows * row))
         start = self.read(buffer, extent, first * row, rows * row, part)
         return typed(buffer, start, rows * row, extent.dtype).reshape(rows, *extent.shape[1:])
 
-    def how(self):
-        "{file name: how it is read} for every file opened so far."
-        return {os.path.basename(path): file.how for path, file in sorted(self._files.items())}
+    def how(self) -> dict[str, str]:
+        "{file name: how it is read} of every file opened so far."
+        with self._lock:
+            return {os.path.basename(path): file.how for path, file in sorted(self._files.items())}
 
-    def check(self):
+    def check(self) -> None:
         "CheckpointError if a file that was opened has been written to, replaced or removed since its header was read."
-        with self._turn:
+        with self._lock:
             files = [] if self._closed else [*self._files.values()]
         for file in files:
             file.check()
 
-    def tell_stalled(self):
-        "Log each read, or run of them, not done after STALL seconds. It is waited for: only the system can know whether it will end."
-        with self._turn:
-            reads, now = [*self._under_way.values()], time.perf_counter()
-        for path, offset, began in reads:
-            if now - began >= STALL:
-                _log.warning("%s: reading from offset %d on is not done after %.0f s; still waiting", path, offset, now - began)
-
-    def close(self):
-        "Close the shards once the reads under way have ended; later reads raise CheckpointError."
-        with self._turn:
+    def close(self) -> None:
+        "Close the shards once the reads of other threads have ended; later reads raise CheckpointError."
+        with self._lock:
             self._closed = True
-            while self._under_way.keys() - {threading.get_ident()}:  # a read of this thread's own was broken off by Ctrl-C, before it could say so
-                self._ended.wait()
+            # a read of this thread itself has ended: Ctrl-C has interrupted it before it could say so
+            while self._under_way.keys() - {threading.get_ident()}:
+                self._read_ended.wait()
             for file in self._files.values():
                 file.close()
         self._over.set()
         if self._watcher is not None:
             self._watcher.join()
 
-
-STALL = 60.0  # seconds: longer than any read that is merely slow, and than the first call of a kernel that is still being compiled
-
-
-_log = logging.getLogger("k3lib")  # says warnings on stderr unless a program arranges otherwise
-
-
-def _watch(files, over):
-    "The life of a thread that tells of stalled reads. `files`: a weak reference; whoever forgets to close them shall not be kept by it."
-    while not over.wait(STALL):
-        there = files()
-        if there is None:
-            return
-        there.tell_stalled()
-        del there
+    def warn_stalled(self) -> None:
+        "Log a warning for each read, or stream of reads, that is not done after STALL seconds."
+        with self._lock:
+            reads, now = [*self._under_way.values()], time.perf_counter()
+        for path, offset, began in reads:
+            if now - began >= STALL:
+                _log.warning("%s: reading from offset %d on is not done after %.0f s; still waiting",
+                             path, offset, now - began)
 
 
-def typed(buffer, start, nbytes, dtype):
-    "buffer[start:start+nbytes] as an array of the tensor's dtype; moved to the front if its offset is odd for that dtype."
+STALL = 60.0  # seconds: longer than a slow read, and than the first call of a kernel that is still being compiled
+_log = logging.getLogger("k3lib")  # warnings go to stderr unless a program arranges otherwise
+
+
+
+
+def _watch(files):
+    "A thread that warns of stalled reads of `files` until these are closed or nobody uses them any more."
+    def run(reference, over):
+        while not over.wait(STALL):
+            alive = reference()
+            if alive is None:
+                return
+            alive.warn_stalled()
+            del alive
+
+    thread = threading.Thread(target=run, args=(weakref.ref(files), files._over), name="k3-watch", daemon=True)
+    thread.start()
+    return thread
+
+
+def typed(buffer: np.ndarray, start: int, nbytes: int, dtype: str) -> np.ndarray:
+    """buffer[start:start+nbytes] as an array of elements of the tensor's `dtype`: uint16 for BF16.
+
+    The bytes are moved to the front of `buffer` if `start` is odd for that dtype.
+    """
     if start % ITEMSIZE[dtype]:
         buffer[:nbytes] = buffer[start:start + nbytes]
         start = 0
-    return buffer[start:start + nbytes].view(ARRAY_DTYPE[dtype])
+    return buffer[start:start + nbytes].view(ARRAY_DTYPES[dtype])
 
 
-READ_UNIT = 3 << 18  # bytes read and multiplied at a time: two readers' pieces and a vector stay in a core's own cache
+MAX_READERS = 64  # threads
 
 
-def read_rates(path, counts=(1, 2, 4, 8, 16), seconds=0.4):
-    "{readers: bytes a second} for each of `counts` readers, that many seconds each, of the file `path`. Raises CheckpointError."
-    size, turn, rates, file = os.path.getsize(path), count(), {}, File(path)
-    pieces = max(1, size // READ_UNIT)
+def read_rates(path: str | os.PathLike, counts: tuple[int, ...] = (1, 2, 4, 8, 16),
+               seconds: float = 0.4) -> dict[int, float]:
+    """{number of readers: bytes a second} for each number in `counts`, measured for `seconds` on the file `path`.
+
+    Raises CheckpointError.
+    """
+    size, order, rates, file = os.path.getsize(path), count(), {}, File(str(path))
+    units = max(1, size // READ_UNIT)
 
     def read(until):
-        buffer, moved = page_buffer(page_padded(READ_UNIT)), 0
+        buffer, transferred = page_buffer(page_padded(READ_UNIT)), 0
         while time.perf_counter() < until:
-            at = next(turn) % pieces * READ_UNIT
-            moved += file.read(buffer, at, min(READ_UNIT, size - at))[1]
-        return moved
+            at = next(order) % units * READ_UNIT
+            transferred += file.read(buffer, at, min(READ_UNIT, size - at))[1]
+        return transferred
 
     try:
         for readers in counts:
             began = time.perf_counter()
             with ThreadPoolExecutor(readers) as pool:
-                moved = sum(pool.map(read, [began + seconds] * readers))
-            rates[readers] = moved / (time.perf_counter() - began)
+                transferred = sum(pool.map(read, [began + seconds] * readers))
+            rates[readers] = transferred / (time.perf_counter() - began)
     finally:
         file.close()
     return rates
 
 
-def enough_readers(rates):
+def enough_readers(rates: dict[int, float]) -> int:
     "The fewest readers whose rate is within a tenth of the best."
     return min(readers for readers, rate in rates.items() if rate >= 0.9 * max(rates.values()))
 
 
 __all__ = [
-    "PAGE", "MAX_READERS", "MAX_READ", "ITEMSIZE", "ARRAY_DTYPE", "page_buffer", "whole_pages", "page_padded",
-    "File", "Event", "Files", "STALL", "typed", "READ_UNIT", "read_rates", "enough_readers",
+    "PAGE", "MAX_READ", "READ_UNIT", "whole_pages", "page_padded", "page_buffer", "File", "ReadCount", "Files",
+    "STALL", "typed", "MAX_READERS", "read_rates", "enough_readers",
 ]

@@ -4,16 +4,22 @@ Made from book/05_streaming/10_layout.py: edit that, then run `make export`.
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-from k3lib.tensors import is_matrix, is_router, part_of
+from typing import NamedTuple
+
 from k3lib.disk import PAGE, READ_UNIT, page_padded
+from k3lib.header import Extent
+from k3lib.tensors import is_matrix, is_router, part_of
 
 
 class RowBlock(NamedTuple):
-    "Rows `first` .. `first + rows` of a matrix, read together: `nbytes` from byte `begin` of its extent, for `part` of the account."
+    """Rows `first` .. `first + rows` of the matrix at `extent`, read together on the account of `part`.
 
-    extent: Any
+    They are the `nbytes` bytes from byte `begin` of the extent on.
+    """
+
+    extent: Extent
     first: int
     rows: int
     begin: int
@@ -25,14 +31,14 @@ class RowBlock(NamedTuple):
         return self._replace(rows=last.first + last.rows - self.first, nbytes=last.begin + last.nbytes - self.begin)
 
 
-def row_blocks(extent, multiple: int, buffer_bytes: int, part: str) -> list[RowBlock]:
-    """The blocks of a matrix for buffers of `buffer_bytes`: as many whole rows a block as fit, all blocks but the last of equal size.
+def row_blocks(extent: Extent, multiple: int, buffer_bytes: int, part: str) -> list[RowBlock]:
+    """The blocks of a matrix for buffers of `buffer_bytes`: few of them, and all but the last of equal size.
 
-    The rows of a block are a multiple of `multiple`, and of the four that a kernel takes at once where there is room for them.
-    Raises ValueError if `multiple` rows do not fit.
+    The rows of a block are a multiple of `multiple`. Where there is room, they are also a multiple of the four rows
+    that a kernel takes at a time. Raises ValueError if `multiple` rows do not fit a buffer.
     """
     n, row = extent.shape[0], extent.nbytes // extent.shape[0]
-    room = (buffer_bytes - 2 * PAGE) // row
+    room = (buffer_bytes - 2 * PAGE) // row  # rows that fit wherever in a page they begin
     unit = math.lcm(multiple, 4) if room >= math.lcm(multiple, 4) else multiple
     if room < unit:
         raise ValueError(f"a buffer of {buffer_bytes} bytes does not hold {multiple} rows of {row} bytes")
@@ -42,12 +48,13 @@ def row_blocks(extent, multiple: int, buffer_bytes: int, part: str) -> list[RowB
             for first in range(0, n, rows)]
 
 
-BUFFER_BYTES = 2 << 20  # bytes of a buffer for row blocks, unless the matrices are smaller or one group of rows is larger
+BUFFER_BYTES = 2 << 20  # of a buffer for row blocks, unless all matrices are smaller or a group of rows is larger
 READ_AHEAD = 3  # row blocks that wait for their matrix
 BLOCK_ENTRY_BYTES = 250  # memory of one RowBlock in a list
 
 
-class Buffers(NamedTuple):
+@dataclass(frozen=True)
+class Buffers:
     "`count` page buffers of `nbytes` each."
 
     count: int
@@ -55,11 +62,15 @@ class Buffers(NamedTuple):
 
     @property
     def total(self) -> int:
+        "Bytes of all of them."
         return self.count * self.nbytes
 
 
-def row_buffers(matrices: dict, multiples: dict, readers: int) -> Buffers:
-    "Buffers through which any of `matrices` {name: extent} streams; `multiples` {name: rows that must stay together}."
+def row_buffers(matrices: dict[str, Extent], multiples: dict[str, int], readers: int) -> Buffers:
+    """Buffers through which any of `matrices`, {name: extent}, streams: one a reader, and READ_AHEAD for blocks.
+
+    `multiples`: {name: rows that must stay together}.
+    """
     if not matrices:
         return Buffers(0, 0)
     widest = max(multiples.get(name, 1) * (e.nbytes // e.shape[0]) for name, e in matrices.items())
@@ -67,7 +78,7 @@ def row_buffers(matrices: dict, multiples: dict, readers: int) -> Buffers:
     return Buffers(readers + READ_AHEAD, max(usual, page_padded(widest) + PAGE))
 
 
-def router_buffers(extents: list) -> Buffers:
+def router_buffers(extents: Collection[Extent]) -> Buffers:
     "Buffers that hold any one of the matrices `extents` whole, in blocks of one read unit."
     if not extents:
         return Buffers(0, 0)
@@ -77,20 +88,20 @@ def router_buffers(extents: list) -> Buffers:
 
 
 class ResidentTensor(NamedTuple):
-    "A tensor that stays in memory: where it lies in the checkpoint, its part of the account, and whether it is a matrix or a vector."
+    "A tensor that stays in memory: where it lies in the checkpoint, its part, and whether it is a matrix or a vector."
 
-    extent: Any
+    extent: Extent
     part: str
     is_matrix: bool
 
 
 @dataclass(frozen=True)
 class TrunkLayout:
-    """Where every tensor of a forward pass but the routed experts waits. All dicts are in the order of the forward pass.
+    """Where the tensors of a forward pass wait, all but the routed experts. Dicts are in the order of the forward pass.
 
-    resident: {name: ResidentTensor}. streamed: {name: its row blocks}. routers: names of streamed matrices that are read ahead
-    whole. rows, router_rows: the buffers of the others and of the routers. readers: threads that read and multiply row blocks;
-    read_ahead: the most row blocks that wait in their buffers.
+    `resident`: {name: ResidentTensor}. `streamed`: {name: its row blocks}. `routers`: names of the streamed matrices
+    that are read ahead whole. `rows`, `router_rows`: the buffers of the others, and of the routers. `readers`: threads
+    that read and multiply row blocks. `read_ahead`: the most row blocks that wait in `rows`.
     """
 
     resident: dict[str, ResidentTensor]
@@ -103,59 +114,63 @@ class TrunkLayout:
 
     @property
     def buffer_bytes(self) -> int:
-        "Bytes of all buffers and of the lists of blocks, everything streamed."
+        "Bytes of all buffers and of the lists of blocks."
         blocks = sum(len(blocks) for name, blocks in self.streamed.items() if name not in self.routers)
         routers = self.router_rows.total + BLOCK_ENTRY_BYTES * self.router_rows.count * len(self.routers)
         return self.rows.total + BLOCK_ENTRY_BYTES * blocks + routers
 
     def pin(self, names: frozenset[str]) -> "TrunkLayout":
-        "The same layout with the matrices `names` resident. Buffers stay as they are while anything is streamed."
+        "The same layout with the matrices `names` resident, and without buffers if that is all of them."
         resident, streamed = dict(self.resident), {}
         for name, blocks in self.streamed.items():
             if name in names:
                 resident[name] = ResidentTensor(blocks[0].extent, blocks[0].part, True)
             else:
                 streamed[name] = blocks
-        none = {} if streamed else {"rows": Buffers(0, 0), "router_rows": Buffers(0, 0)}
-        return replace(self, resident=resident, streamed=streamed, routers=self.routers & streamed.keys(), **none)
+        rows, router_rows = (self.rows, self.router_rows) if streamed else (Buffers(0, 0), Buffers(0, 0))
+        return replace(self, resident=resident, streamed=streamed, routers=self.routers & streamed.keys(),
+                       rows=rows, router_rows=router_rows)
 
 
-def trunk_layout(extents: dict, multiples: dict, readers: int) -> TrunkLayout:
-    """The layout that streams every matrix of `extents`, {name: extent} in the order of the forward pass, with `readers` threads.
+def trunk_layout(extents: dict[str, Extent], multiples: dict[str, int], readers: int) -> TrunkLayout:
+    """The layout that streams every matrix of `extents`, {name: extent} in the order of the forward pass.
 
-    `multiples` {name: rows that must stay together}; routers' rows need not. Raises ValueError where they do not fit a buffer.
+    `multiples`: {name: rows that must stay together}; a router has none. `readers`: threads.
     """
     matrices = {name: e for name, e in extents.items() if is_matrix(name, e)}
     routers = frozenset(filter(is_router, matrices))
     rows = row_buffers({name: e for name, e in matrices.items() if name not in routers}, multiples, readers)
     router_rows = router_buffers([matrices[name] for name in routers])
-    streamed = {name: row_blocks(e, multiples.get(name, 1), (router_rows if name in routers else rows).nbytes, part_of(name))
-                for name, e in matrices.items()}
+    streamed = {}
+    for name, e in matrices.items():
+        nbytes = (router_rows if name in routers else rows).nbytes
+        streamed[name] = row_blocks(e, multiples.get(name, 1), nbytes, part_of(name))
     resident = {name: ResidentTensor(e, part_of(name), False) for name, e in extents.items() if name not in matrices}
     return TrunkLayout(resident, streamed, routers, rows, router_rows, readers)
 
 
-def expert_slot_bytes(extents: list) -> int:
+def expert_slot_bytes(extents: list[Extent]) -> int:
     "Bytes of a slot that holds an expert of the six tensors `extents`, however they lie in the file."
     return sum(page_padded(e.nbytes) for e in extents)
 
 
-def scale_bytes(extents: list) -> int:
-    "Bytes that hold the scales of any one matrix of an expert; `extents` in the order packed, scale, packed, scale, packed, scale."
+def scale_bytes(extents: list[Extent]) -> int:
+    "Bytes that hold the scales of any one matrix; `extents` in the order packed, scale, packed, scale, packed, scale."
     return max(page_padded(e.nbytes) for e in extents[1::2])
 
 
-def streaming_slot_bytes(extents: list) -> int:
+def streaming_slot_bytes(extents: list[Extent]) -> int:
     "Bytes of a slot through which an expert streams: the scales of one matrix, and one read unit of its rows."
     return scale_bytes(extents) + max(READ_UNIT, *(e.nbytes // e.shape[0] for e in extents[::2])) + 2 * PAGE
 
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """Where routed experts wait. `layers`: the numbers of the layers that have some, ascending.
+    """Where routed experts wait.
 
-    slots: the memory for them. readers: threads that read and multiply experts, each with one slot through which experts stream.
-    whole: a slot holds a whole expert. Only then are experts read ahead, and the slots beyond one a reader cache them.
+    `layers`: the numbers of the layers that have some, ascending. `slots`: the memory for them. `readers`: threads that
+    read and multiply experts, each with one slot through which experts stream. `whole`: a slot holds a whole expert.
+    Only then are experts read ahead, and the slots beyond one a reader cache experts.
     """
 
     layers: tuple[int, ...]

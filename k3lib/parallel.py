@@ -4,6 +4,7 @@ Made from book/01_mxfp4/04_parallel.py: edit that, then run `make export`.
 """
 
 import os
+import sys
 import time
 from _thread import start_new_thread
 from collections.abc import Callable
@@ -77,7 +78,7 @@ def _forget_helpers():
     _tasks, _helpers = SimpleQueue(), []
 
 
-if hasattr(os, "register_at_fork"):
+if sys.platform != "win32":  # which forks no process
     os.register_at_fork(after_in_child=_forget_helpers)
 
 

@@ -6,16 +6,25 @@ Made from book/05_streaming/11_prefetch.py: edit that, then run `make export`.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
 import numpy as np
+
 from k3lib.parallel import CORES, EXHAUSTED, next_item
 
 
-class Entry:
-    """A block on its way through `buffer`. `lent`: the buffer is the pool's. `data`: what read() returned or raised, None until then.
+def items(rest: list, cursor: np.ndarray) -> Iterator[Any]:
+    "Items of `rest` that no other reader takes, as long as `cursor`, int64 [1], gives some."
+    while (i := next_item(cursor)) < len(rest):
+        yield rest[i]
 
-    A job to stream is an Entry whose `block` is None: a buffer and nothing in it.
+
+class Entry:
+    """A block on its way through `buffer`. `lent`: the buffer is the pool's, and goes back to it.
+
+    `data`: what read() has returned or raised, None until then. A job to stream is an Entry whose `block` is None: a
+    buffer, and nothing in it.
     """
 
     __slots__ = "block", "buffer", "data", "lent"
@@ -27,9 +36,10 @@ class Entry:
 class Batch:
     """The blocks of one call of map_blocks.
 
-    `entries`: those that are being read, or have been read and not yet taken for work. `rest`: the blocks that nobody had begun when the batch
-    was opened; `cursor`, int64 [1], counts how many items of it were taken, and `rest_done` says that a stream() has found no more.
-    `limit`: how many jobs may work or stream at a time. `failure`: what one of them raised.
+    `entries`: those that are being read, or have been read and not yet been taken for work. `rest`: the blocks that
+    nobody had begun when the batch was opened. `cursor`, int64 [1]: how many items of the rest have been taken.
+    `rest_done`: a call of stream() has found no more. `limit`: how many jobs may work or stream at a time. `failure`:
+    what the first job that failed has raised.
     """
 
     def __init__(self, entries: list[Entry], rest: list, work: Callable, stream: Callable, limit: int):
@@ -38,7 +48,7 @@ class Batch:
         self.failure: BaseException | None = None
 
     def take_read(self) -> Entry | None:
-        "Remove and return an entry that has been read: the one read last, because it is still in a cache."
+        "Remove and return an entry that has been read: the last one, which is most likely to be in a cache still."
         for i in reversed(range(len(self.entries))):
             if self.entries[i].data is not None:
                 return self.entries.pop(i)
@@ -46,60 +56,62 @@ class Batch:
 
 
 class Prefetcher:
-    """`readers` threads that read blocks ahead of the arithmetic and call the arithmetic on what they have read.
+    """`readers` threads that read blocks ahead of the arithmetic, and call the arithmetic on what they have read.
 
-    read(block, buffer) -> data fills `buffer`, one of the page buffers `buffers`, or the block's own memory where memory(block) is not None.
-    At most `read_ahead` blocks wait for their batch. `name` is that of the threads and of errors.
+    read(block, buffer) -> data fills `buffer`: one of the page buffers `buffers`, or the block's own memory where
+    memory(block) is not None. At most `read_ahead` blocks wait for their batch. Threads and errors carry `name`.
+    `wait_seconds`: how long the caller stood still for bytes. `busy_seconds`: processor time of the arithmetic, summed
+    over the readers. Raises ValueError without buffers or readers.
 
-    Every field below is guarded by `_lock`. Whenever nobody holds it:
-    - A buffer of the pool is in exactly one place: in `_free` (the one used last at the end), in an entry, or with a job that streams.
-    - An entry is in exactly one place: in `_ahead` (in order, before its batch is opened), in `_batch.entries`, or with a job that works.
-      So one call uses its data, and its buffer becomes free when that call has ended, never before.
-    - `_order[_next:]` are the blocks that nobody has begun; if `_cyclic`, the order begins again after its last block.
-    - `_batch` is the batch that is open, or None. `_reading` jobs read ahead; `_working` jobs work or stream, at most `_batch.limit`,
-      and none when map_blocks has returned or raised.
-    - `_sound` is False from the moment map_blocks begins until it ends well: what an interrupt has left is good for restart() alone.
-    Readers wait for `_work`, of whom `_idle` do now; the caller waits for `_news`. The lock is an RLock although nobody takes it twice: Ctrl-C can
-    interrupt a wait while it takes a plain lock again, and would then give back a lock that another thread holds.
+    One thread, the caller, uses restart, at_start and map_blocks. `_lock` guards every field. While nobody holds it:
+    1. A buffer of the pool is in exactly one place: in `_free`, in an entry, or with a job that streams.
+    2. An entry is in exactly one place: in `_ahead`, in `_batch.entries`, or with the one job that works on it. Its
+       buffer becomes free when that job has ended.
+    3. The next blocks are those of `_ahead`, then `_order[_next:]`, then, if `_cyclic`, those of `_order` again.
+    4. `_reading` jobs read ahead. `_working` jobs, at most `_batch.limit`, work or stream; none when map_blocks has
+       returned. `_batch` is the open batch or None.
+    5. `_sound` is False from the beginning of map_blocks until its good end. Until then only restart() may follow: it
+       waits for all jobs and makes the state from nothing.
     """
 
-    def __init__(self, read: Callable, buffers: list, readers: int, read_ahead: int, name: str, memory: Callable | None = None):
+    def __init__(self, read: Callable[[Any, Any], Any], buffers: list, readers: int, read_ahead: int, name: str,
+                 memory: Callable[[Any], Any] | None = None):
         if not buffers or readers < 1:
             raise ValueError(f"{name}: {len(buffers)} buffers and {readers} readers bring nothing")
-        self._read, self._buffers, self._read_ahead, self.name = read, buffers, read_ahead, name
-        self._memory = memory or (lambda block: None)
-        self.wait_seconds = 0.0  # the caller stood still for bytes
-        self.busy_seconds = 0.0  # processor time of the arithmetic, over all readers
-        self._lock = threading.RLock()
-        self._work, self._news = threading.Condition(self._lock), threading.Condition(self._lock)
+        self.name, self.wait_seconds, self.busy_seconds = name, 0.0, 0.0
+        self._read, self._buffers, self._read_ahead, self._memory = read, buffers, read_ahead, memory
+        self._lock = threading.RLock()  # a wait of the caller may be interrupted: see 5.11.3
+        self._for_readers, self._for_caller = threading.Condition(self._lock), threading.Condition(self._lock)
         self._order: list = []
         self._next, self._cyclic, self._sound, self._closed = 0, False, True, False
         self._free, self._ahead = list(buffers), deque[Entry]()
         self._batch: Batch | None = None
         self._reading = self._working = self._idle = 0
-        self._threads = [threading.Thread(target=self._serve, name=f"k3-{name}-{i}", daemon=True) for i in range(readers)]
+        self._threads = [threading.Thread(target=self._serve, name=f"k3-{name}-{i}", daemon=True)
+                         for i in range(readers)]
         for thread in self._threads:
             thread.start()
 
     def restart(self, order: list, cyclic: bool = False) -> None:
-        """Forget all blocks and what an interrupted batch has left, once the jobs under way have ended; then read ahead in `order`.
+        """Forget all blocks, and what a failed batch has left, once the jobs under way have ended; then begin `order`.
 
-        `cyclic`: after the last block of `order` comes the first one again, without end.
+        `cyclic`: after the last block of `order` comes the first one again, without end. Raises RuntimeError if the
+        pool is closed.
         """
         with self._lock:
             self._sound = False
             self._end_batch()
             self._order, self._next = [], 0  # so nobody begins a job
             while self._reading or self._working:
-                self._news.wait()
+                self._for_caller.wait()
             self._check_open()
             self._ahead.clear()
             self._free = list(self._buffers)
             self._order, self._cyclic, self._sound = order, cyclic, True
-            self._work.notify_all()
+            self._for_readers.notify_all()
 
     def at_start(self) -> bool:
-        "True if the next block of a batch is the first of the order, and nothing was interrupted."
+        "True if the next block of a batch is the first of the order, and nothing was interrupted or has failed."
         with self._lock:
             return self._sound and (self._next - len(self._ahead)) % max(1, len(self._order)) == 0
 
@@ -113,27 +125,33 @@ class Prefetcher:
         if self._closed:
             raise RuntimeError(f"{self.name}: the readers have ended, the model is closed")
 
-    def map_blocks(self, blocks: list, work: Callable, stream: Callable, limit: int, present: list[tuple] = []) -> None:
+    def map_blocks(self, blocks: list, work: Callable[[Any, Any], object], stream: Callable[[list, Any, Any], float],
+                   limit: int, present: Iterable[tuple[Any, Any]] = ()) -> None:
         """Have the readers work on `blocks`, the next of the order, in any order, with at most `limit` jobs at a time.
 
-        work(block, data) is called on each block that was read ahead, and on `present`, (block, data) that need no read. All other blocks
-        are given to stream(rest, buffer, cursor) -> processor seconds, which may run on several readers at a time, each with a buffer of
-        its own, and returns when items(rest, cursor) has no more. Raises what a call or a read raised; RuntimeError if the pool is
-        closed or the blocks are not the next.
+        work(block, data) is called on each block that was read ahead, and on `present`, pairs (block, data) that need
+        no read. All other blocks are given to stream(rest, buffer, cursor) -> processor seconds. It may run on several
+        readers at a time, each with a buffer of its own, and returns when `cursor` gives no more. In an order that is
+        not cyclic, the cursor must count blocks, as items() does: readers that may not work take some to read ahead.
+
+        Raises what a call or a read has raised; RuntimeError if the pool is closed, if `blocks` are not the next ones,
+        or if the batch before has failed and restart() was not called.
         """
         began, busy = time.perf_counter(), self.busy_seconds
         with self._lock:
             self._check_open()
+            if not self._sound:
+                raise RuntimeError(f"{self.name}: the batch before was interrupted or has failed: restart first")
             self._sound = False
             try:
-                batch = self._batch = self._open(blocks, Batch([Entry(block, None, False, data) for block, data in present], [], work, stream, limit))
-                self._work.notify_all()
+                batch = self._batch = self._open(blocks, work, stream, limit, present)
+                self._for_readers.notify_all()
                 while not (self._finished(batch) or batch.failure or self._closed):
-                    self._news.wait()
+                    self._for_caller.wait()
             finally:
                 self._end_batch()
                 while self._working:
-                    self._news.wait()
+                    self._for_caller.wait()
             seconds = time.perf_counter() - began
             self.wait_seconds += max(0.0, seconds - (self.busy_seconds - busy) / min(limit, CORES))
             if batch.failure is not None:
@@ -141,27 +159,26 @@ class Prefetcher:
             self._check_open()
             self._sound = True
 
-    def _open(self, blocks, batch):
-        "Put the next len(blocks) blocks of the order into `batch`; those that were read ahead are its entries, the others its rest."
+    def _open(self, blocks, work, stream, limit, present):
+        "The Batch of the next len(blocks) blocks: those that were read ahead are its entries, the others its rest."
         begun = [self._ahead.popleft() for _ in range(min(len(blocks), len(self._ahead)))]
         end = self._next + len(blocks) - len(begun)
-        batch.rest = self._order[self._next:end]
-        if [entry.block for entry in begun] + batch.rest != blocks:
+        rest = self._order[self._next:end]
+        if [entry.block for entry in begun] + rest != blocks:
             raise RuntimeError(f"{self.name}: these blocks are not the next ones, a batch before them was left out")
         self._next = 0 if self._cyclic and end == len(self._order) else end
-        batch.entries += begun
-        batch.rest_done = not batch.rest
-        return batch
+        entries = [Entry(block, None, False, data) for block, data in present]
+        return Batch(entries + begun, rest, work, stream, limit)
 
     def _finished(self, batch):
         return batch.rest_done and not batch.entries and not self._working
 
     def close(self) -> None:
-        "End the readers, once their reads have ended, and let go of the buffers. A caller that waits gets a RuntimeError."
+        "End the readers once their reads have ended, and let go of the buffers. A waiting caller gets a RuntimeError."
         with self._lock:
             self._closed = True
-            self._work.notify_all()
-            self._news.notify_all()
+            self._for_readers.notify_all()
+            self._for_caller.notify_all()
         for thread in self._threads:
             thread.join()
         self._buffers, self._free = [], []
@@ -176,7 +193,7 @@ class Prefetcher:
                     self._settle(*job, outcome)
                 while not self._closed and (job := self._choose()) is None:
                     self._idle += 1
-                    self._work.wait()
+                    self._for_readers.wait()
                     self._idle -= 1
                 if self._closed:
                     return
@@ -197,7 +214,7 @@ class Prefetcher:
         else:
             return None
         if self._idle and (self._free or self._batch is not None and self._batch.entries):
-            self._work.notify()
+            self._for_readers.notify()
         return entry, batch
 
     def _begin_read(self, may_work):
@@ -207,7 +224,7 @@ class Prefetcher:
         waiting = len(self._ahead) + (len(batch.entries) if batch is not None else 0)
         if waiting >= self._read_ahead or streaming and self._reading:
             return None
-        lendable = len(self._free) > streaming  # the last one is for the stream
+        lendable = len(self._free) > streaming  # the last one is for a reader that streams
         if self._next < len(self._order):
             entry = self._entry(self._order[self._next], lendable)
             if entry is not None:
@@ -221,7 +238,8 @@ class Prefetcher:
         return None
 
     def _entry(self, block, lendable):
-        memory = self._memory(block)
+        "An Entry of `block` with its own memory, or else with a buffer of the pool; None if there is neither."
+        memory = self._memory(block) if self._memory is not None else None
         if memory is not None:
             return Entry(block, memory, False)
         return Entry(block, self._free.pop(), True) if lendable else None
@@ -257,15 +275,9 @@ class Prefetcher:
             else:
                 self.busy_seconds += outcome
         if self._batch is None or self._batch.failure or self._finished(self._batch):
-            self._news.notify()
-
-
-def items(rest: list, cursor: np.ndarray) -> Iterator:
-    "Items of `rest` that no other reader takes, as long as `cursor` gives some."
-    while (i := next_item(cursor)) < len(rest):
-        yield rest[i]
+            self._for_caller.notify()
 
 
 __all__ = [
-    "Entry", "Batch", "Prefetcher", "items",
+    "items", "Entry", "Batch", "Prefetcher",
 ]

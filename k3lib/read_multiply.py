@@ -5,38 +5,72 @@ Made from book/05_streaming/12_read_multiply.py: edit that, then run `make expor
 
 import functools
 import math
-import sys
 import time
 from itertools import count
 from typing import NamedTuple
+
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
+
+from k3lib.disk import PAGE, READ_UNIT, Files, ReadCount, typed
+from k3lib.header import ARRAY_DTYPES
 from k3lib.kernel_cache import kernel
-from k3lib.parallel import next_item
-from k3lib.matmul import TILE, matmul_rows
-from k3lib.disk import ARRAY_DTYPE, PAGE, READ_UNIT, Files, typed
 from k3lib.layout import RowBlock
+from k3lib.matmul import TILE, matmul_rows
+from k3lib.parallel import next_item
+from k3lib.system import COMPILED_PREAD
 
 
-GOLDEN = (3 - math.sqrt(5)) / 2  # of the units lie between two that are taken in a row: no other step keeps so many in a row apart
+GOLDEN = (3 - math.sqrt(5)) / 2  # the stride, in units of all units: no other keeps so many in a row so far apart
 
 
 def unit_rows(row_bytes: int, room: int = READ_UNIT) -> int:
-    "How many rows of `row_bytes` make a unit in a buffer with `room` for at least one: as many as a kernel takes at a time, where there is room."
+    """How many rows of `row_bytes` make a unit in a buffer with `room` bytes for at least one row.
+
+    A multiple of the rows of a tile where there is room for that, or of the four that a kernel takes at a time.
+    """
     fit = min(READ_UNIT, room) // row_bytes
     return fit // TILE * TILE or fit // 4 * 4 or 1
 
 
 @functools.cache
 def unit_stride(units: int) -> int:
-    "How far apart, of `units`, two are that are taken one after the other. Each is taken once, because the two numbers have no common factor."
+    "The stride for so many units: without a common factor, so that each is taken once."
     return next(stride for stride in count(max(1, round(units * GOLDEN))) if math.gcd(stride, units) == 1)
 
 
-COMPILED_READS = sys.platform == "linux" and sys.maxsize > 2**32  # elsewhere Python reads the same units
+class Product(NamedTuple):
+    """out[:, block.first:] = x W^T for the rows W of `block`, which are read while they are multiplied.
+
+    `x`: float32 [T, k], prepared as matmul_rows takes it. `out`: float32 [T, n]. `scale`: None, or uint8 [rows, k/32]
+    for packed rows.
+    """
+
+    block: RowBlock
+    scale: np.ndarray | None
+    x: np.ndarray
+    out: np.ndarray
+
+
+def _multiply_rows(files, product, buffer, at, n):
+    "Read and multiply rows at .. at+n of the block from Python; the processor seconds of the product."
+    block, scale, x, out = product
+    row = block.nbytes // block.rows
+    start = files.read(buffer, block.extent, block.begin + at * row, n * row, block.part)
+    w = typed(buffer, start, n * row, block.extent.dtype).reshape(n, -1)
+    began = time.thread_time()
+    matmul_rows(_scaled(w, scale, at, n), x, out, block.first + at)
+    return time.thread_time() - began
+
+
+def _scaled(w, scale, at, n):
+    "Rows at .. at+n as matmul_rows takes them: with their scales if the matrix is packed."
+    return w if scale is None else (w, scale[at:at + n])
+
+
 WALL, BUSY = 1, 3  # Linux's numbers of two clocks: that of time.perf_counter, and the processor time of this thread
 
 
@@ -47,7 +81,8 @@ def _pread(typingctx, descriptor, array, nbytes, offset):
         descriptor, array, nbytes, offset = args
         byte, word, integer = ir.IntType(8).as_pointer(), ir.IntType(64), ir.IntType(32)
         place = builder.bitcast(context.make_array(sig.args[1])(context, builder, array).data, byte)
-        pread = cgutils.get_or_insert_function(builder.module, ir.FunctionType(word, [integer, byte, word, word]), "pread")
+        signature = ir.FunctionType(word, [integer, byte, word, word])
+        pread = cgutils.get_or_insert_function(builder.module, signature, "pread")
         return builder.call(pread, [builder.trunc(descriptor, integer), place, nbytes, offset])
     return types.int64(types.int64, array, types.int64, types.int64), codegen
 
@@ -56,25 +91,37 @@ def _pread(typingctx, descriptor, array, nbytes, offset):
 def _clock(typingctx, which):
     "(WALL or BUSY) -> its seconds, float64."
     def codegen(context, builder, sig, args):
-        word, integer = ir.IntType(64), ir.IntType(32)
+        word, integer, double = ir.IntType(64), ir.IntType(32), ir.DoubleType()
         time_spec = cgutils.alloca_once(builder, ir.LiteralStructType([word, word]))
-        call = cgutils.get_or_insert_function(builder.module, ir.FunctionType(integer, [integer, time_spec.type]), "clock_gettime")
+        signature = ir.FunctionType(integer, [integer, time_spec.type])
+        call = cgutils.get_or_insert_function(builder.module, signature, "clock_gettime")
         builder.call(call, [builder.trunc(args[0], integer), time_spec])
-        seconds, nanoseconds = (builder.sitofp(builder.load(cgutils.gep_inbounds(builder, time_spec, 0, i)), ir.DoubleType()) for i in (0, 1))
-        return builder.fadd(seconds, builder.fmul(nanoseconds, ir.DoubleType()(1e-9)))
+        seconds, nanoseconds = (
+            builder.sitofp(builder.load(cgutils.gep_inbounds(builder, time_spec, 0, i)), double) for i in (0, 1))
+        return builder.fadd(seconds, builder.fmul(nanoseconds, double(1e-9)))
     return types.float64(types.int64), codegen
 
 
-READING, WANTED, TRANSFERRED, WORKING, SAMPLED = range(5)  # seconds in reads; bytes; bytes of whole pages; processor seconds; bytes they were spent on
+@overload(_scaled)
+def _scaled_form(w, scale, at, n):
+    "The form of _scaled that numba compiles for these types."
+    if isinstance(scale, types.NoneType):
+        return lambda w, scale, at, n: w
+    return lambda w, scale, at, n: (w, scale[at:at + n])
+
+
+READING, WANTED, TRANSFERRED = range(3)  # totals: seconds inside reads, bytes of rows, bytes of whole pages
+WORKING, SAMPLED = 3, 4  # processor seconds of some products, and the bytes of their rows
 SAMPLE = 8
 
 
 @kernel
 def _stream(source, elements, scale, x, out, cursor, totals):
-    """Read and multiply units as long as `cursor` gives some: the number that is no unit any more, or that of a unit that did not come as it should.
+    """Read and multiply units as long as `cursor` gives some; the number of the first that was not multiplied.
 
-    `source`: file descriptor, offset of the rows in the file, bytes of a row, number of rows, rows a unit, stride, output of the first row.
-    `elements`: the buffer, as elements of the matrix. `x`, `out`, `scale`: as matmul_rows takes them.
+    That is no unit, or one that did not come as it should. `source`: file descriptor, offset of the rows in the file,
+    bytes of a row, rows, rows a unit, stride, output of the first row. `elements`: the buffer, as elements of the
+    matrix. `x`, `out`, `scale`: as matmul_rows takes them.
     """
     descriptor, offset, row_bytes, rows, unit, stride, first = source
     units, k, done = -(-rows // unit), row_bytes // elements.itemsize, 0
@@ -95,72 +142,53 @@ def _stream(source, elements, scale, x, out, cursor, totals):
         totals[TRANSFERRED] += got
         start = skip // elements.itemsize
         w = elements[start:start + n * k].reshape(n, k)
-        sampled = done % SAMPLE == 0
-        began = _clock(BUSY) if sampled else 0.0
-        if scale is None:
-            matmul_rows(w, x, out, first + at)
-        else:
-            matmul_rows((w, scale[at:at + n]), x, out, first + at)
-        if sampled:
+        began = _clock(BUSY) if done % SAMPLE == 0 else 0.0
+        matmul_rows(_scaled(w, scale, at, n), x, out, first + at)
+        if done % SAMPLE == 0:
             totals[WORKING] += _clock(BUSY) - began
             totals[SAMPLED] += nbytes
         done += 1
 
 
-class Product(NamedTuple):
-    """out[:, block.first:] = x W^T for the rows W of `block`, read while they are multiplied.
+COMPILED_READS = COMPILED_PREAD  # whether compiled code reads where it can; False: Python reads the same units
 
-    `x`: float32 [T, k], prepared as matmul_rows takes it. `out`: float32 [T, n]. `scale`: None, or uint8 [rows, k/32] for packed rows.
-    """
 
-    block: RowBlock
-    scale: np.ndarray | None
-    x: np.ndarray
-    out: np.ndarray
+def _multiply_compiled(files, product, buffer, unit, cursor):
+    "(the number from `cursor` at which compiled code has stopped, processor seconds), or None if it cannot read here."
+    block, scale, x, out = product
+    row, totals = block.nbytes // block.rows, np.zeros(5)
+    stride, elements = unit_stride(-(-block.rows // unit)), buffer.view(ARRAY_DTYPES[block.extent.dtype])
+
+    def loop(descriptor):
+        source = descriptor, block.extent.offset + block.begin, row, block.rows, unit, stride, block.first
+        number = _stream(source, elements, scale, x, out, cursor, totals)
+        seconds = totals[WORKING] * totals[WANTED] / totals[SAMPLED] if totals[SAMPLED] else 0.0
+        count = ReadCount(float(totals[READING]), int(totals[WANTED]), int(totals[TRANSFERRED]))
+        return (number, float(seconds)), count
+
+    return files.stream(block.extent, block.begin, block.part, loop)
 
 
 def read_multiply(files: Files, product: Product, buffer: np.ndarray, cursor: np.ndarray) -> float:
-    """Read and multiply units of `product` until `cursor`, int64 [1], gives no more; the processor seconds of the products.
+    """Read and multiply units of `product` until `cursor`, int64 [1], gives no more; the processor seconds of that.
 
-    Any number of threads may do so at a time with one cursor, each with a page-aligned `buffer` of its own. Raises CheckpointError.
+    Any number of threads may do so at a time with one cursor, each with a page-aligned `buffer` of its own: whole
+    elements, at least a row and two pages. Raises CheckpointError.
     """
-    block, scale, x, out = product
-    extent, row = block.extent, block.nbytes // block.rows
-    unit = unit_rows(row, len(buffer) - 2 * PAGE)  # compiled code does not look where the buffer ends
+    block, seconds = product.block, 0.0
+    unit = unit_rows(block.nbytes // block.rows, len(buffer) - 2 * PAGE)  # compiled code does not look where it ends
     units = -(-block.rows // unit)
-    stride, elements, seconds = unit_stride(units), buffer.view(ARRAY_DTYPE[extent.dtype]), 0.0
-
-    def loop(descriptor, journal):
-        source = descriptor, extent.offset + block.begin, row, block.rows, unit, stride, block.first
-        totals = np.zeros(5)
-        nonlocal seconds
-        p = _stream(source, elements, scale, x, out, cursor, totals)
-        if totals[SAMPLED]:
-            seconds += totals[WORKING] * totals[WANTED] / totals[SAMPLED]
-        journal[0, 0], journal[0, 2], journal[0, 4] = totals[READING], totals[TRANSFERRED], totals[WANTED]
-        return p
-
     while True:
-        p = files.stream(extent, block.begin, block.part, 0, loop) if COMPILED_READS else None
-        p = next_item(cursor) if p is None else p
-        if p >= units:
+        compiled = _multiply_compiled(files, product, buffer, unit, cursor) if COMPILED_READS else None
+        number, busy = compiled or (next_item(cursor), 0.0)
+        seconds += busy
+        if number >= units:
             return seconds
-        at = p * stride % units * unit
-        seconds += _read_multiply_rows(files, product, buffer, at, min(unit, block.rows - at))
-
-
-def _read_multiply_rows(files, product, buffer, at, n):
-    "Rows at .. at+n of the product, read by Python; the processor seconds of the product."
-    block, scale, x, out = product
-    row = block.nbytes // block.rows
-    start = files.read(buffer, block.extent, block.begin + at * row, n * row, block.part)
-    w = typed(buffer, start, n * row, block.extent.dtype).reshape(n, -1)
-    began = time.thread_time()
-    matmul_rows(w if scale is None else (w, scale[at:at + n]), x, out, block.first + at)
-    return time.thread_time() - began
+        at = number * unit_stride(units) % units * unit
+        seconds += _multiply_rows(files, product, buffer, at, min(unit, block.rows - at))
 
 
 __all__ = [
-    "GOLDEN", "unit_rows", "unit_stride", "COMPILED_READS", "WALL", "BUSY", "READING", "WANTED", "TRANSFERRED",
-    "WORKING", "SAMPLED", "SAMPLE", "Product", "read_multiply",
+    "GOLDEN", "unit_rows", "unit_stride", "Product", "WALL", "BUSY", "READING", "WANTED", "TRANSFERRED", "WORKING",
+    "SAMPLED", "SAMPLE", "COMPILED_READS", "read_multiply",
 ]

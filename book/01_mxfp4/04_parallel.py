@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 1.4 Threads that share a kernel's work
 #
-# A matrix product is many independent pieces, and a machine has several cores. At the end of this chapter a kernel's
-# work is shared among threads in ten lines of the kernel, a failure or a Ctrl-C ends all of them, and nobody waits
-# for a thread that has nothing left to do.
+# A matrix product is many independent sums, and a machine has several cores. At the end of this chapter a kernel's
+# work is shared among threads in ten lines of the kernel, a failure or a Ctrl-C ends all of them, and no thread
+# waits for one that has nothing left to do.
 #
 # [1.3 Sixteen lanes as one value](03_simd.ipynb) ·
 # [contents](../README.md) ·
@@ -16,6 +16,7 @@ from numba import njit
 
 # %% tags=["export"]
 import os
+import sys
 import time
 from _thread import start_new_thread
 from collections.abc import Callable
@@ -52,8 +53,8 @@ rounds = 5  # A B A B ... and the median
 #
 # Two threads may add to the same element at the same moment. The addition is *atomic*: read, add and write are one
 # step that no other thread can enter, so no item is taken twice. Its order `acq_rel` means that everything a thread
-# has stored before its addition is visible to the thread that sees the sum. Whoever reads that all items are done can
-# read their results.
+# has stored before its addition is visible to the thread that sees the sum. A thread that reads that all items are
+# done can read their results.
 
 # %% tags=["export"]
 CORES = numba.config.NUMBA_NUM_THREADS  # cores this process may use
@@ -150,7 +151,7 @@ def _forget_helpers():
     _tasks, _helpers = SimpleQueue(), []
 
 
-if hasattr(os, "register_at_fork"):
+if sys.platform != "win32":  # which forks no process
     os.register_at_fork(after_in_child=_forget_helpers)
 
 
@@ -184,14 +185,14 @@ def threads_for(macs: int, threads: int) -> int:
 # %% [markdown]
 # ## 1.4.3 parallel_for
 #
-# When no chunk is left the caller does not wait until the helpers say that they have ended: that would cost more
-# turns of the interpreter's lock. What counts is that every chunk is done. A helper that wakes late finds no chunk
-# and touches nothing.
+# When no chunk is left the caller does not wait until the helpers say that they have ended: for that each of them
+# would have to take the interpreter's lock. What counts is that every chunk is done. A helper that wakes late finds
+# no chunk and touches nothing.
 #
 # What holds at every moment, Ctrl-C included:
 #
 # - A helper touches the caller's arrays only between the two changes of `_AT_WORK`, and only for chunks that it took.
-# - After `_NEXT` was set to `EXHAUSTED` nobody takes another chunk.
+# - After `_NEXT` was set to `EXHAUSTED` no thread takes another chunk.
 # - So once `_NEXT` is exhausted and `_AT_WORK` is zero, the arrays are the caller's alone. When the caller leaves
 #   with an error, it first makes both true. When it leaves without one, all items are done, and a helper that is
 #   still inside the kernel has no chunk.
@@ -253,7 +254,7 @@ taken = np.zeros(100_000, np.int64)
 for threads in (1, 2, 3):
     parallel_for(threads, len(taken), count, taken)
 assert (taken == 3).all()
-print(f"{len(taken):,} items, each taken once by whoever was free")
+print(f"{len(taken):,} items, each taken once")
 
 # %% [markdown]
 # ## 1.4.4 The price of a second thread
