@@ -131,15 +131,15 @@ class LayerExperts:
         "Call work(expert id, expert) once for each requested expert, on readers, in any order, several at a time."
         self.experts.map(work, max_concurrent_blocks(threads))
 
-    def choose(self, ids: list[int], whole: bool) -> list[RequestedExpert]:
+    def choose(self, ids: list[int]) -> list[RequestedExpert]:
         """Let the cache choose for a request of `ids`: a RequestedExpert for each, with its expert if that is a hit.
 
-        `whole`: slots hold whole experts, so they can be cached. No reader may be at work.
+        No reader may be at work.
         """
         read = {e: kept for e, kept in self.cached.items() if kept.expert is not None}
         for e in self.cache.cached - read.keys():
             self.cache.forget(e)
-        if whole:
+        if self.cache.capacity:
             self.cache.request(ids)
         stays = self.cache.cached
         self.cached = {e: kept for e, kept in read.items() if e in stays}
@@ -198,7 +198,7 @@ class Experts:
         self._answered, self._hits, self._misses = True, [], []
         if self._pool is not None:
             self._pool.restart([])  # from here on no reader is at work
-            chosen = layer.choose(ids, self.layout.whole)
+            chosen = layer.choose(ids)
             self._hits = [(requested, requested.expert) for requested in chosen if requested.expert is not None]
             self._misses = [requested for requested in chosen if requested.expert is None]
             self._pool.restart(self._misses)  # reading begins

@@ -5,7 +5,7 @@ from collections import OrderedDict
 
 import pytest
 from common import recurring
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from k3lib.cache_policy import (
@@ -119,6 +119,8 @@ def test_decayed_uses_are_a_sum(steps, half):
 
 @settings(max_examples=60)
 @given(st.lists(requests, min_size=1, max_size=3 * HISTORY_BITS), st.integers(0, EXPERTS))
+@example([[1], *[[0, 1]] * HISTORY_BITS], 1)  # in the end equals: the one that is cached stays
+@example([[3], *[[4]] * HISTORY_BITS], 2)  # in the end 3 is forgotten
 def test_aging_keeps_the_newest_requests(visits, capacity):
     "Against the list of all requests: newest first decides, then what was cached; what is too long ago is forgotten."
     cache, before = AgingCache(capacity), set()

@@ -559,6 +559,32 @@ def test_reading_begins_with_the_request(store):
         assert read_bytes(experts) == 10 * SIZE and experts.hits == 1
 
 
+def test_a_request_waits_for_the_reads_of_the_one_it_replaces(store):
+    "So what counts as a hit does not depend on how fast they were."
+    files = Gated()
+    with running(store, LAYERS + 1, 1, files) as experts:
+        experts.layer(0).request([0, 1, 2])
+        assert files.waits.wait(5)
+        threading.Timer(0.05, files.gate.set).start()
+        assert hits_of(experts, store, 0, [0]) == 1 and read_bytes(experts) == SIZE
+
+
+def test_an_expert_that_could_not_be_read_leaves_its_slot_to_others(store):
+    "Of two that were to be cached the second was read. It stays, and not the first, when a third comes."
+    def lost(L, e):
+        if e == 0:
+            raise KeyError("lost")
+        return store.extents(L, e)
+
+    with running(store, LAYERS * 2 + 1, 1, extents=lost) as experts:
+        experts.layer(0).request([0, 1])
+        until(lambda: read_bytes(experts) == SIZE)
+        with pytest.raises(KeyError, match="lost"):
+            experts.map(lambda e, expert: None, 1)
+        assert hits_of(experts, store, 0, [2]) == 0
+        assert hits_of(experts, store, 0, [1, 2]) == 2
+
+
 def test_an_expert_that_streams_is_read_when_it_is_multiplied_and_not_cached(store, small):
     with running(store, 3, nbytes=small) as experts:
         experts.layer(0).request(range(8))
@@ -787,8 +813,8 @@ def test_waiting_is_counted(store):
 
 
 @pytest.mark.parametrize("limit", [1, 2])
-@pytest.mark.parametrize("streams", [False, True])
-def test_waiting_and_working_are_told_apart(store, small, monkeypatch, streams, limit):
+@pytest.mark.parametrize("kind", ["read ahead", "to be cached", "streams"])
+def test_waiting_and_working_are_told_apart(store, small, monkeypatch, kind, limit):
     "The wall is reads and products; what the processor has done, over the readers, is not waiting."
     monkeypatch.setattr(read_multiply, "COMPILED_READS", False)
     z = np.random.default_rng(0).standard_normal((4000, LATENT)).astype(np.float32)
@@ -800,9 +826,10 @@ def test_waiting_and_working_are_told_apart(store, small, monkeypatch, streams, 
         product(expert, z)
         busy.append(time.thread_time() - began if is_whole(expert) else sum(matrix.seconds for matrix in expert))
 
-    with running(store, 1, 1, Slow(longest=0.005, always=True), small if streams else None) as experts:
+    slots, nbytes = (1, small) if kind == "streams" else (LAYERS * 2 + 1, None) if kind == "to be cached" else (2, None)
+    with running(store, slots, 1, Slow(longest=0.005, always=True), nbytes) as experts:
         experts.layer(0).request([1, 2])
-        if not streams:
+        if kind == "read ahead":
             until(lambda: read_bytes(experts) >= SIZE)
         began = time.perf_counter()
         experts.map(work, limit)
@@ -810,4 +837,4 @@ def test_waiting_and_working_are_told_apart(store, small, monkeypatch, streams, 
         assert sum(busy) > 1e-3, "eight thousand products of an expert take longer than that"
         waited, expected = experts.wait_seconds, wall - sum(busy) / min(limit, CORES)
         assert abs(waited - expected) < 5e-3, f"{waited} s of {wall} s waiting, {busy} at work"
-        assert waited >= (0.03 if streams else 0.01)
+        assert waited >= (0.03 if kind == "streams" else 0.01)
