@@ -120,7 +120,7 @@ def _copy(files: Files, extent: Extent, target: BinaryIO, offset: int) -> None:
             target.seek(offset + begin - extent.offset)
             for at, n in _copy_spans(begin - extent.offset, end - extent.offset):
                 start = files.read(buffer, extent, at, n, "other")
-                target.write(buffer[start:start + n])
+                target.write(buffer[start:start + n].data)
 
 
 def _same(files: Files, a: Extent, b: Extent) -> bool:
