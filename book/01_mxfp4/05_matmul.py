@@ -1055,14 +1055,15 @@ for name, (_, count, tokens) in cases.items():
           f"{packed_rates[name] * bytes_each / 1e9:6.1f}")
 
 # %% tags=["nbval-ignore-output"]
-fig, axes = plt.subplots(2, 1, figsize=(6.5, 5))
+fig, axes = plt.subplots(2, 1, figsize=(6.5, 5), sharex=True)
 bars = (("bf16, 12288 × 7168", rates, 2), ("MXFP4, 48 × 3072 × 3584", packed_rates, 0.53125))
 for ax, (title, found, bytes_each) in zip(axes, bars):
     ax.plot([r / 1e9 for r in found.values()], list(found), "o")
     ax.axvline(bandwidth / bytes_each / 1e9, ls="--", c="C1", label="memory, each weight read once")
-    ax.set(xlabel="G weights × tokens a second", xscale="log", title=title)
+    ax.set(xscale="log", title=title)
     ax.invert_yaxis()
     ax.legend(loc="lower left")
+axes[1].set_xlabel("G weights × tokens a second")
 plt.show()
 
 # %% [markdown]

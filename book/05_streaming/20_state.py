@@ -19,8 +19,6 @@
 import tempfile
 from pathlib import Path
 
-import numpy as np
-
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 FOLDER = ROOT / "fixtures" / "oracle13" / "model"
 

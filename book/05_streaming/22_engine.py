@@ -18,13 +18,7 @@
 import json
 import shutil
 import tempfile
-import threading
 from pathlib import Path
-
-import numpy as np
-
-from k3lib.checkpoint import Checkpoint
-from k3lib.fileio import CheckpointError
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 ORACLE = ROOT / "fixtures" / "oracle13"
@@ -44,7 +38,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 import numpy as np
 from k3lib.parallel import CORES

@@ -84,7 +84,7 @@ def logits_at(ram, trunk=None):
 
 # %%
 runs = [logits_at(floor() + extra) for extra in (2_000_000, 4_000_000, 100_000_000)]
-for tokens, _, share, read in runs:
+for tokens, *_ in runs:
     assert tokens == EXPECTED["generated_ids"][:6]
 assert runs[0][1] == runs[1][1] == runs[2][1]
 assert runs[0][2] < runs[1][2] < runs[2][2] == 1 and runs[0][3] > runs[1][3] > runs[2][3]
