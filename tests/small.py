@@ -64,11 +64,3 @@ def forward64(folder, ids):
     space = {"config": read_config(folder), "checkpoint": Checkpoint(folder)}
     exec(compile(tree, str(chapter), "exec"), space)
     return space["forward64"](list(ids))[0]
-
-
-def one_file(folder, tensors):
-    "A Checkpoint of one safetensors file in `folder` with `tensors`, {name: (dtype, array)}, in this order."
-    folder.mkdir(exist_ok=True)
-    head = header_bytes([(name, dtype, array.shape) for name, (dtype, array) in tensors.items()])
-    (folder / "model.safetensors").write_bytes(head + b"".join(array.tobytes() for _, array in tensors.values()))
-    return Checkpoint(folder)

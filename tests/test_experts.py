@@ -13,6 +13,8 @@ import pytest
 from common import MODEL, PROMPT, load_with, recurring, until
 from hypothesis import given
 from hypothesis import strategies as st
+from interrupts import at_every_moment
+from matrices import Slow
 
 import k3lib
 from k3lib import experts as experts_module
@@ -114,20 +116,24 @@ def store(tmp_path):
     return Store(tmp_path)
 
 
-class Slow(Files):
-    "Files whose reads begin and end at random moments. Whatever buffer a read is given it overwrites all of."
-
-    def __init__(self, seed=0, longest=5e-4, always=False):
-        super().__init__()
-        rng = random.Random(seed)
-        self.pause = lambda: time.sleep(longest if always else rng.random() * longest)
+class Overwriting(Slow):
+    "Files that are slow, and whose reads overwrite all of the buffer that they are given."
 
     def read(self, buffer, *args):
         buffer[:] = 0xEE
-        self.pause()
-        start = super().read(buffer, *args)
-        self.pause()
-        return start
+        return super().read(buffer, *args)
+
+
+class Late(Files):
+    "Files whose reads take `seconds` longer."
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.late = seconds
+
+    def read(self, *args):
+        time.sleep(self.late)
+        return super().read(*args)
 
 
 class Gated(Files):
@@ -368,7 +374,7 @@ def test_fifty_runs_have_the_same_bytes(tmp_path, monkeypatch, streams):
         monkeypatch.setattr(read_multiply, "COMPILED_READS", run % 4 < 2)
         nbytes = streaming_slot_bytes(store.extents(0, 0)) if streams else None
         slots, readers = rng.choice([1, 2, 5, 8, 11, 40]), rng.choice([1, 2, 4])
-        with running(store, slots, readers, Slow(run, 1e-4), nbytes) as experts:
+        with running(store, slots, readers, Overwriting(run, 1e-4), nbytes) as experts:
             for _, L in itertools.product(range(2), range(LAYERS)):
                 some, limit = rng.sample(range(EXPERTS), rng.randint(1, 8)), rng.choice([1, 2, 9])
                 order = consume(experts, store, L, some, limit, lambda: time.sleep(rng.random() * 1e-4))
@@ -502,7 +508,7 @@ def test_the_newest_requests_stay(store):
 
 def test_a_requested_expert_that_is_cached_is_not_evicted_by_its_neighbours(store):
     "The last of the request is cached: reading the others must not push it out before it is used."
-    with running(store, LAYERS + 2, 2, Slow()) as experts:
+    with running(store, LAYERS + 2, 2, Overwriting()) as experts:
         for L in (1, 2, 0):
             consume(experts, store, L, [9])
         experts.layer(0).request([1, 2, 5, 9])
@@ -515,7 +521,7 @@ def test_a_requested_expert_that_is_cached_is_not_evicted_by_its_neighbours(stor
 @pytest.mark.parametrize("cached", [0, 1])
 def test_an_expert_in_use_keeps_its_slot(store, cached):
     "One call lingers over its expert while the other reader works through the rest of the request."
-    with running(store, LAYERS * cached + 2, 2, Slow(longest=1e-4)) as experts:
+    with running(store, LAYERS * cached + 2, 2, Overwriting(longest=1e-4)) as experts:
         for ids in ([0, 1, 2, 3, 4, 5], [5, 6, 7, 8, 9]):
             done, first = [], threading.Event()
 
@@ -659,7 +665,7 @@ def test_a_request_is_answered_once(store):
 def test_an_interrupted_request_leaves_nothing_behind(store, small, streams, called):
     "Whether map() was never called, or a call has failed: no call runs on, and the next request has its own experts."
     slots, nbytes = (3, small) if streams else (LAYERS * 2 + 3, None)
-    with running(store, slots, files=Slow(called), nbytes=nbytes) as experts:
+    with running(store, slots, files=Overwriting(called), nbytes=nbytes) as experts:
         for L in (0, 1, 0, 2):
             begun, ended, lock = [], [], threading.Lock()
 
@@ -700,6 +706,32 @@ def test_a_keyboard_interrupt_waits_for_the_calls_and_the_next_request_works(sto
             experts.map(work, 2)
         assert not inside, "calls go on after map() has raised"
         consume(experts, store, 1, range(8), 2)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_interrupt_at_any_moment_leaves_experts_that_work(store, small, streams):
+    "In the caller's thread, during a request and its answer: afterwards no slot is lost and every expert is right."
+    begun = []
+
+    def begin():
+        slots, nbytes = (2, small) if streams else (LAYERS * 2 + 2, None)
+        begun.append(running(store, slots, 2, nbytes=nbytes))
+        experts = begun[-1].__enter__()
+        consume(experts, store, 0, [0, 1, 2], 2)
+        return experts
+
+    def run(experts):
+        experts.layer(0).request([1, 3, 4])
+        experts.map(lambda e, expert: store.check(0, e, expert), 2)
+
+    def check(experts):
+        consume(experts, store, 1, [1, 3, 4], 2)
+        for _ in range(2):
+            hits = hits_of(experts, store, 0, [5, 6])
+        assert hits == 2 * (not streams)
+        begun[-1].__exit__(None, None, None)
+
+    at_every_moment(experts_module.__file__, begin, run, check, 40)
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -804,7 +836,7 @@ def test_a_model_of_dense_layers_has_no_experts(store):
 # The account
 
 def test_waiting_is_counted(store):
-    with running(store, 4, 1, Slow(longest=0.02, always=True)) as experts:
+    with running(store, 4, 1, Late(0.04)) as experts:
         consume(experts, store, 0, [1])
         assert experts.wait_seconds >= 0.039
         before = experts.wait_seconds
@@ -827,7 +859,7 @@ def test_waiting_and_working_are_told_apart(store, small, monkeypatch, kind, lim
         busy.append(time.thread_time() - began if is_whole(expert) else sum(matrix.seconds for matrix in expert))
 
     slots, nbytes = (1, small) if kind == "streams" else (LAYERS * 2 + 1, None) if kind == "to be cached" else (2, None)
-    with running(store, slots, 1, Slow(longest=0.005, always=True), nbytes) as experts:
+    with running(store, slots, 1, Late(0.01), nbytes) as experts:
         experts.layer(0).request([1, 2])
         if kind == "read ahead":
             until(lambda: read_bytes(experts) >= SIZE)

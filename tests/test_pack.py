@@ -7,7 +7,7 @@ from collections import namedtuple
 import numpy as np
 import pytest
 from common import MODEL, same
-from small import one_file
+from matrices import write_model
 
 from k3lib.checkpoint import Checkpoint
 from k3lib.config import read_config
@@ -67,7 +67,7 @@ def interrupted(checkpoint, order, folder, after):
 def test_a_packed_trunk_has_the_same_bytes(tmp_path):
     "In the order of a pass, readable as a checkpoint of its own; a tensor that is not in it comes from where it was."
     tensors, order = layered()
-    checkpoint, told = one_file(tmp_path / "m", tensors), []
+    checkpoint, told = write_model(tmp_path / "m", tensors), []
     pack(checkpoint, order, tmp_path / "packed", told.append)
     assert told == [checkpoint.extent(name).nbytes for name in order]
     packed = Checkpoint(tmp_path / "packed")
@@ -93,7 +93,7 @@ def test_the_embedded_model_packs(tmp_path):
 def test_an_interrupted_packing_is_gone_on_with(tmp_path, tensor):
     "Files that were done stay as they are, half a file is not left; until all are there the folder is no checkpoint."
     tensors, order = layered()
-    checkpoint, folder = one_file(tmp_path / "m", tensors), tmp_path / "packed"
+    checkpoint, folder = write_model(tmp_path / "m", tensors), tmp_path / "packed"
     interrupted(checkpoint, order, folder, tensor + 1)
     done = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert len(done) == tensor // 4, f"{len(done)} files after {tensor + 1} tensors"
@@ -108,7 +108,7 @@ def test_an_interrupted_packing_is_gone_on_with(tmp_path, tensor):
 def test_half_a_file_of_a_run_that_died_is_written_again(tmp_path):
     "After a power failure nobody has tidied up."
     tensors, order = layered()
-    checkpoint, folder = one_file(tmp_path / "m", tensors), tmp_path / "packed"
+    checkpoint, folder = write_model(tmp_path / "m", tensors), tmp_path / "packed"
     interrupted(checkpoint, order, folder, 6)
     (folder / "model-00002-of-000004.safetensors.part").write_bytes(b"x" * 100_000)
     pack(checkpoint, order, folder)
@@ -119,7 +119,7 @@ def test_half_a_file_of_a_run_that_died_is_written_again(tmp_path):
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="the file behind a descriptor is found in /proc")
 def test_a_file_is_compared_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     tensors, order = layered()
-    checkpoint, folder = one_file(tmp_path / "m", tensors), tmp_path / "packed"
+    checkpoint, folder = write_model(tmp_path / "m", tensors), tmp_path / "packed"
     really = os.fsync
 
     def spoil(fd):
@@ -137,7 +137,7 @@ def test_a_file_is_compared_on_the_disk_before_it_gets_its_name(tmp_path, monkey
 def test_another_checkpoint_s_packed_trunk_is_refused(tmp_path):
     "The same names and shapes with other values, when packing goes on and when the folder is used."
     (tensors, order), (others, _) = layered(), layered(1)
-    checkpoint, other = one_file(tmp_path / "m", tensors), one_file(tmp_path / "o", others)
+    checkpoint, other = write_model(tmp_path / "m", tensors), write_model(tmp_path / "o", others)
     folder = tmp_path / "packed"
     pack(other, order, folder)
     with pytest.raises(CheckpointError, match=rf"model-00001-of-000004.safetensors: {PREFIX}0.norm is not as in"):
@@ -153,7 +153,7 @@ def test_another_checkpoint_s_packed_trunk_is_refused(tmp_path):
 
 def test_a_damaged_file_is_found_when_packing_goes_on(tmp_path):
     tensors, order = layered()
-    checkpoint, path = one_file(tmp_path / "m", tensors), tmp_path / "packed" / "model-00003-of-000004.safetensors"
+    checkpoint, path = write_model(tmp_path / "m", tensors), tmp_path / "packed" / "model-00003-of-000004.safetensors"
     pack(checkpoint, order, path.parent)
     flip(path, -1, 128)
     with pytest.raises(CheckpointError, match=rf"model-00003-of-000004.safetensors: {PREFIX}2.b is not as in"):
@@ -167,7 +167,7 @@ def test_a_damaged_file_is_found_when_packing_goes_on(tmp_path):
 def test_a_folder_of_something_else_is_refused(tmp_path):
     "The checkpoint's own, above all: packing must not write between its shards."
     tensors, order = layered()
-    checkpoint = one_file(tmp_path / "m", tensors)
+    checkpoint = write_model(tmp_path / "m", tensors)
     with pytest.raises(CheckpointError, match="holds model.safetensors, which is no part of a packed trunk of 4 files"):
         pack(checkpoint, order, tmp_path / "m")
     assert os.listdir(tmp_path / "m") == ["model.safetensors"]
@@ -178,7 +178,7 @@ def test_a_layer_that_does_not_lie_side_by_side_is_named(tmp_path):
     tensors, order = layered()
     names = list(tensors)
     names.insert(5, names.pop(names.index("table")))
-    checkpoint = one_file(tmp_path / "m", {name: tensors[name] for name in names})
+    checkpoint = write_model(tmp_path / "m", {name: tensors[name] for name in names})
     words = "layer 1 is not in one piece: table lies inside its run in .*; it streams, but it is not packed"
     with pytest.raises(CheckpointError, match=words):
         pack(checkpoint, order, tmp_path / "packed")
@@ -191,7 +191,7 @@ def test_holes_stay_holes(tmp_path):
     big = np.zeros((4096, 1024), np.uint16)
     big[1500, 3:9] = 0x4000
     tensors[f"{PREFIX}2.b"] = "BF16", big
-    one_file(tmp_path / "m", tensors)
+    write_model(tmp_path / "m", tensors)
     path = tmp_path / "m" / "model.safetensors"
     data = path.read_bytes()
     with open(path, "wb") as file:
@@ -213,7 +213,7 @@ def test_holes_stay_holes(tmp_path):
 
 def test_a_full_disk_is_told_before_anything_is_written(tmp_path, monkeypatch):
     tensors, order = layered()
-    checkpoint = one_file(tmp_path / "m", tensors)
+    checkpoint = write_model(tmp_path / "m", tensors)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: namedtuple("usage", "free")(1000))
     with pytest.raises(OSError, match="bytes are still to be written, but 1000 are free") as caught:
         pack(checkpoint, order, tmp_path / "packed")
@@ -222,7 +222,7 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path, monkeypatch):
 
 def test_room_is_needed_only_for_what_is_missing(tmp_path, monkeypatch):
     tensors, order = layered()
-    checkpoint, folder = one_file(tmp_path / "m", tensors), tmp_path / "packed"
+    checkpoint, folder = write_model(tmp_path / "m", tensors), tmp_path / "packed"
     pack(checkpoint, order, folder)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: namedtuple("usage", "free")(1000))
     pack(checkpoint, order, folder)
