@@ -271,7 +271,6 @@ class Prefetcher:
                 self._free.append(entry.buffer)
             if isinstance(outcome, BaseException):
                 batch.failure = batch.failure or outcome
-                batch.cursor[0] = EXHAUSTED
             else:
                 self.busy_seconds += outcome
         if self._batch is None or self._batch.failure or self._finished(self._batch):

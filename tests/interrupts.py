@@ -31,7 +31,7 @@ def _instructions(code):
 
 
 def interrupted(path, number, run):
-    """run(), with a KeyboardInterrupt at moment `number`, from 0, in the code of the file `path`. False if it has fewer.
+    """run(), with a KeyboardInterrupt at moment `number`, from 0, in code of the file `path`. False if there are fewer.
 
     The interpreter looks for signals when a function begins, after a call, and when a loop begins again. Between other
     instructions, as between a `with` and its body, no signal is heard.

@@ -1,7 +1,8 @@
-"""Between the disk and the answer: reads that come short, are interrupted, fail, end or stall; files that change; disks that are full.
+"""Between disk and answer: reads that are short, interrupted, failing or stalled; files that change; full disks.
 
-Either the same bytes as without, or one error with file and place. Never other numbers, never a dropped expert. Reads are failed where
-compiled code and Python make them (shim.py), and below both in the C library's place (shim.c) where a compiler is at hand.
+Either the same bytes as without, or one error with file and place. Never other numbers, never a dropped expert. Reads
+are failed where compiled code and Python make them (shim.py), and below both in the C library's place (shim.c) where a
+compiler is at hand.
 """
 import json
 import os
@@ -14,24 +15,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from common import MODEL, PROMPT, ROOT, k3_process
 
 import k3lib
 from k3lib.checkpoint import Checkpoint
-from k3lib.fileio import CheckpointError, writing
 from k3lib.cli import main
 from k3lib.disk import Files, page_buffer, page_padded
-
-ROOT = Path(__file__).parents[1]
-ORACLE = ROOT / "fixtures" / "oracle13" / "model"
-PROMPT = "304,206,32,7,411,90,3,128"
+from k3lib.fileio import CheckpointError, writing
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     "What happened in the process of shim.py, to a copy of the model: `k3 verify` keeps its notes beside it."
-    model = shutil.copytree(ORACLE, tmp_path_factory.mktemp("shim") / "model")
-    shutil.copy(ORACLE.parent / "model.sha256", model.parent)
-    run = subprocess.run([sys.executable, ROOT / "tests" / "shim.py", model], capture_output=True, text=True, timeout=300)
+    model = shutil.copytree(MODEL, tmp_path_factory.mktemp("shim") / "model")
+    shutil.copy(MODEL.parent / "model.sha256", model.parent)
+    command = [sys.executable, ROOT / "tests" / "shim.py", model]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout)
 
@@ -42,15 +41,18 @@ def test_the_shim_is_where_reads_are_made(found):
         assert found["who"]["compiled"] > 100  # else compiled code has made no reads, with or without a shim
 
 
-@pytest.mark.parametrize("case", ["compiled reads short", "compiled reads interrupted", "compiled reads failing, repeated by Python",
-                                  "all reads short by pages", "all reads short by bytes", "afterwards", "stalled"])
+@pytest.mark.parametrize("case", ["compiled reads short", "compiled reads interrupted",
+                                  "compiled reads failing, repeated by Python", "all reads short by pages",
+                                  "all reads short by bytes", "afterwards", "stalled"])
 def test_what_can_be_repeated_gives_the_same_bits(found, case):
     assert found[case].get("error") is None
-    assert found[case]["ids"] == found["as it is"]["ids"] and found[case]["logits"] == found["as it is"]["logits"]
+    for what in ("ids", "logits"):
+        assert found[case][what] == found["as it is"][what]
 
 
-@pytest.mark.parametrize("kind, words", [("failed", "reading [0-9]+ bytes at offset [0-9]+ failed: Input/output error"),
-                                         ("ended", "gave nothing at byte [0-9]+ of [0-9]+, but bytes [0-9]+ to [0-9]+ are needed")])
+@pytest.mark.parametrize("kind, words", [
+    ("failed", "reading [0-9]+ bytes at offset [0-9]+ failed: Input/output error"),
+    ("ended", "gave nothing at byte [0-9]+ of [0-9]+, but bytes [0-9]+ to [0-9]+ are needed")])
 def test_no_read_of_a_pass_can_fail_silently(found, kind, words):
     "Trunk, head, embedding and experts alike, by the draw of the places."
     assert len(found[kind]) == 24
@@ -59,7 +61,7 @@ def test_no_read_of_a_pass_can_fail_silently(found, kind, words):
 
 
 def test_among_them_are_experts_and_trunk(found):
-    with Checkpoint(ORACLE) as checkpoint:
+    with Checkpoint(MODEL) as checkpoint:
         extents = [(checkpoint.extent(name), name) for name in checkpoint.names()]
     kinds = set()
     for each in found["failed"]:
@@ -72,7 +74,8 @@ def test_among_them_are_experts_and_trunk(found):
 def test_a_read_that_stalls_is_told_and_waited_for(found):
     said, path = found["stalled"]["said"], found["stalled"]["path"]
     assert any(line.startswith(f"{path}: ") for line in said), said  # a busy machine may let others take 0.4 s too
-    assert all(re.fullmatch(r".+: reading from offset [0-9]+ on is not done after [0-9]+ s; still waiting", line) for line in said), said
+    words = r".+: reading from offset [0-9]+ on is not done after [0-9]+ s; still waiting"
+    assert all(re.fullmatch(words, line) for line in said), said
     assert found["threads left"] == []
 
 
@@ -92,7 +95,7 @@ def test_the_command_says_it_in_one_line_and_ends_with_4(found, what, words):
 
 @pytest.fixture
 def model(tmp_path):
-    return Path(shutil.copytree(ORACLE, tmp_path / "model"))
+    return Path(shutil.copytree(MODEL, tmp_path / "model"))
 
 
 SHARD = "model-00006-of-000016.safetensors"
@@ -115,7 +118,8 @@ def replace(path):
 @pytest.mark.parametrize("change, words", [
     (rewrite, "was written to during the run: found 547600 bytes of .*, expected 547600 bytes of "),
     (replace, "was replaced by another file during the run"),
-    (lambda path: os.truncate(path, 400_000), "was written to during the run: found 400000 bytes of .*, expected 547600|ends at byte 400000, but bytes"),
+    (lambda path: os.truncate(path, 400_000),
+     "was written to during the run: found 400000 bytes of .*, expected 547600|ends at byte 400000, but bytes"),
     (lambda path: os.unlink(path), "was removed during the run: No such file"),
 ], ids=["rewritten", "replaced", "truncated", "removed"])
 def test_a_shard_that_changes_during_a_run_ends_it(model, change, words):
@@ -169,17 +173,17 @@ def limited():
             return main([str(arg) for arg in args])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    main(["decode", str(ORACLE), "--ids", PROMPT, "--max-new-tokens", "1"])  # what numba keeps on the disk is there
+    main(["decode", str(MODEL), "--ids", PROMPT, "--max-new-tokens", "1"])  # what numba keeps on the disk is there
     return run
 
 
 CASES = {
-    "json": ("decode", ORACLE, "--ids", PROMPT, "--max-new-tokens", 2, "--json", "{}/out"),
-    "logits": ("decode", ORACLE, "--ids", PROMPT, "--max-new-tokens", 2, "--logits", "{}/out"),
-    "census": ("census", ORACLE, "--json", "{}/out"),
-    "manifest": ("verify", ORACLE, "--write-manifest", "{}/out"),
+    "json": ("decode", MODEL, "--ids", PROMPT, "--max-new-tokens", 2, "--json", "{}/out"),
+    "logits": ("decode", MODEL, "--ids", PROMPT, "--max-new-tokens", 2, "--logits", "{}/out"),
+    "census": ("census", MODEL, "--json", "{}/out"),
+    "manifest": ("verify", MODEL, "--write-manifest", "{}/out"),
     "synth": ("synth", "{}/out", "--preset", "oracle"),
-    "pack": ("pack", ORACLE, "{}/out"),
+    "pack": ("pack", MODEL, "{}/out"),
 }
 
 
@@ -198,7 +202,7 @@ def test_a_write_that_fails_is_one_line_with_file_and_place_and_leaves_nothing(t
 
 def test_what_was_there_stays_when_its_successor_cannot_be_written(tmp_path, capsys, limited):
     (tmp_path / "out").write_text("of the run before")
-    assert limited(500, "census", ORACLE, "--json", tmp_path / "out") == 1
+    assert limited(500, "census", MODEL, "--json", tmp_path / "out") == 1
     assert (tmp_path / "out").read_text() == "of the run before" and os.listdir(tmp_path) == ["out"]
 
 
@@ -211,8 +215,10 @@ MOUNT = "mount -t tmpfs -o size=4k none {folder} && {{ {more}; }}; exec {python}
 
 
 @pytest.mark.parametrize("case", ["census", "synth", "pack"])
-@pytest.mark.parametrize("more, words", [("cat /dev/zero > {folder}/full 2>/dev/null", "No space left on device|bytes are still to be written|free, expected at least"),
-                                         ("mount -o remount,ro {folder}", "Read-only file system")], ids=["full", "read-only"])
+@pytest.mark.parametrize("more, words", [
+    ("cat /dev/zero > {folder}/full 2>/dev/null",
+     "No space left on device|bytes are still to be written|free, expected at least"),
+    ("mount -o remount,ro {folder}", "Read-only file system")], ids=["full", "read-only"])
 def test_full_and_read_only_file_systems(tmp_path, case, more, words):
     folder = tmp_path / "disk"
     folder.mkdir()
@@ -220,7 +226,7 @@ def test_full_and_read_only_file_systems(tmp_path, case, more, words):
         pytest.skip("no user namespaces here: the limit on the size of files stands for the full disk")
     args = " ".join(f"'{str(arg).format(folder)}'" for arg in CASES[case])
     command = MOUNT.format(folder=folder, more=more.format(folder=folder), python=sys.executable, args=args)
-    run = subprocess.run(["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, cwd=ROOT)
+    run = subprocess.run(["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=300)
     err = run.stderr.splitlines()
     assert run.returncode in (1, 2) and re.search(words, err[-1]) and str(folder) in err[-1], run.stderr
     assert "Traceback" not in run.stderr
@@ -240,12 +246,12 @@ def preload(tmp_path_factory):
 
 
 def preloaded(library, kind, path, start, *args):
-    environment = os.environ | {"LD_PRELOAD": str(library), "FAULT_KIND": kind, "FAULT_PATH": path, "FAULT_FROM": str(start), "FAULT_LOG": str(library.parent / "log")}
-    return subprocess.run([sys.executable, "-m", "k3lib", *map(str, args)], capture_output=True, text=True, env=environment, cwd=ROOT)
+    fault = {"FAULT_KIND": kind, "FAULT_PATH": path, "FAULT_FROM": str(start), "FAULT_LOG": str(library.parent / "log")}
+    return k3_process(*args, env=os.environ | {"LD_PRELOAD": str(library)} | fault, cwd=ROOT, timeout=300)
 
 
 def test_short_and_interrupted_system_calls_change_no_bit(preload, tmp_path):
-    args, logits = ["decode", ORACLE, "--ids", PROMPT, "--max-new-tokens", 3, "--logits", tmp_path / "out", "--ram"], []
+    args, logits = ["decode", MODEL, "--ids", PROMPT, "--max-new-tokens", 3, "--logits", tmp_path / "out", "--ram"], []
     least = re.search("at least ([0-9]+) MB", preloaded(preload, "", "", 0, *args, "1MB").stderr)[1]
     for kind in ("", "short", "eintr"):  # with little memory, so that compiled code reads
         run = preloaded(preload, kind, ".safetensors", 0, *args, f"{int(least) + 1}MB")
@@ -259,11 +265,14 @@ def test_short_and_interrupted_system_calls_change_no_bit(preload, tmp_path):
 
 @pytest.mark.parametrize("start", [0, 15])
 def test_a_failing_disk_ends_the_run_with_4(preload, start):
-    run = preloaded(preload, "eio", "model-00009-of-000016.safetensors", start, "decode", ORACLE, "--ids", PROMPT)
-    assert run.returncode == 4 and re.fullmatch(r"k3 decode: \S*model-00009-of-000016.safetensors: reading [0-9,]+ bytes at offset [0-9,]+ failed: .*Input/output error\n", run.stderr), run.stderr
+    run = preloaded(preload, "eio", "model-00009-of-000016.safetensors", start, "decode", MODEL, "--ids", PROMPT)
+    where = r"\S*model-00009-of-000016.safetensors: reading [0-9,]+ bytes at offset [0-9,]+ failed"
+    assert run.returncode == 4 and re.fullmatch(rf"k3 decode: {where}: .*Input/output error\n", run.stderr), run.stderr
 
 
 def test_a_full_disk_under_a_shard_of_synth(preload, tmp_path):
-    run = preloaded(preload, "enospc", "model-00003-of-000016.safetensors", 1, "synth", tmp_path / "out", "--preset", "oracle")
-    assert run.returncode == 1 and re.search(r"model-00003-of-000016.safetensors: writing at byte [0-9,]+ failed: No space left on device", run.stderr), run.stderr
+    shard = "model-00003-of-000016.safetensors"
+    run = preloaded(preload, "enospc", shard, 1, "synth", tmp_path / "out", "--preset", "oracle")
+    assert run.returncode == 1
+    assert re.search(rf"{shard}: writing at byte [0-9,]+ failed: No space left on device", run.stderr), run.stderr
     assert os.listdir(tmp_path) == []

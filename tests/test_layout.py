@@ -45,7 +45,8 @@ def pages_of(block):
 def test_row_blocks_cover_the_matrix_and_fit_their_buffer(n, row, multiple, pages):
     extent, nbytes = matrix(n, row), pages * PAGE
     if multiple * row > nbytes - 2 * PAGE:
-        with pytest.raises(ValueError, match=f"a buffer of {nbytes} bytes does not hold {multiple} rows of {row} bytes"):
+        what = f"a buffer of {nbytes} bytes does not hold {multiple} rows of {row} bytes"
+        with pytest.raises(ValueError, match=what):
             row_blocks(extent, multiple, nbytes, "trunk")
         return
     blocks = row_blocks(extent, multiple, nbytes, "trunk")
@@ -72,15 +73,15 @@ def test_one_range_of_several_blocks():
 
 # Buffers
 
-matrices = st.dictionaries(st.text("abc", min_size=1, max_size=2), st.tuples(st.integers(1, 2000), st.integers(1, 9000)),
-                           max_size=5)
+shape = st.tuples(st.integers(1, 2000), st.integers(1, 9000))
+matrices = st.dictionaries(st.text("abc", min_size=1, max_size=2), shape, max_size=5)
 
 
 @settings(max_examples=200, deadline=None)
 @given(shapes=matrices, multiple=st.integers(1, 600), readers=st.integers(1, 9))
 def test_any_matrix_streams_through_the_row_buffers(shapes, multiple, readers):
     extents = {name: matrix(*shape) for name, shape in shapes.items()}
-    multiples = {name: multiple for name in list(extents)[:1]}
+    multiples = dict.fromkeys(list(extents)[:1], multiple)
     buffers = row_buffers(extents, multiples, readers)
     if not extents:
         assert buffers == Buffers(0, 0) and buffers.total == 0
@@ -113,7 +114,10 @@ def k3():
     names = list(forward_order(config))
     wanted = frozenset(names)
     kinds = {name: (dtype, shape) for name, dtype, shape in text_tensors(config) if name in wanted}
-    extents = {name: Extent("", 8, math.prod(kinds[name][1]) * ITEMSIZE[kinds[name][0]], *kinds[name]) for name in names}
+    extents = {}
+    for name in names:
+        dtype, shape = kinds[name]
+        extents[name] = Extent("", 8, math.prod(shape) * ITEMSIZE[dtype], dtype, shape)
     return trunk_layout(extents, row_multiples(config), 5), extents
 
 
