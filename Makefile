@@ -58,7 +58,6 @@ book: .venv/ready
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version.split()[0])'
-	$(PYTHON) -c 'import sys; sys.exit((sys.byteorder != "little" or sys.maxsize < 2**32) and "a 64-bit little-endian Python is needed")'
 	$(PYTHON) -c 'import sys; sys.exit((sys.byteorder, sys.maxsize > 2**32) != ("little", True) and "a 64-bit little-endian Python is needed")'
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --upgrade pip

@@ -1,4 +1,4 @@
-"Print what the cells of an executed notebook printed: python book/show_run.py out/06_decode.ipynb"
+"Print what the cells of an executed notebook printed: python book/show_run.py out/25_decode.ipynb"
 
 import sys
 

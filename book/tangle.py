@@ -1,8 +1,8 @@
 """Make the products of the book from its sources.
 
     python book/tangle.py                      write k3lib/*.py from the cells tagged `export` (seconds)
-    python book/tangle.py --tidy               the same, take out of chapters what Jupyter's save put in, and wrap
-                                               prose at 120 columns (seconds)
+    python book/tangle.py --tidy               the same, take out of chapters what Jupyter's save put in, wrap prose at
+                                               120 columns, and make the links to neighbours anew (seconds)
     python book/tangle.py --run 02_kda/01_kda  the same as without option, then execute the chapters whose path
                                                contains that text and write their .ipynb
     python book/tangle.py --run all            execute every chapter (minutes)
@@ -16,10 +16,17 @@ The rules of the book that this file enforces:
   defines the same name twice.
 - A class may be continued. An exported `class X(X):` adds its body to the class X of an earlier exported cell.
   In the notebook the same line makes a subclass of the same name, so the notebook runs as it is.
+- A chapter begins with a heading that holds its number, which follows from its path. Its sections are numbered 1.2.1,
+  1.2.2 and so on.
+- The paragraph of a chapter's first cell that links to the contents links to the chapters before and after, with their
+  titles. `--tidy` writes it. Every other link to a chapter, and every number of a chapter or section in the prose, must
+  be that of one that exists.
 """
 
 import argparse
 import ast
+import copy
+import functools
 import hashlib
 import itertools
 import os
@@ -64,9 +71,15 @@ def read(path):
     return path.read_bytes().decode().replace("\r\n", "\n")
 
 
+@functools.cache
+def parsed(text):
+    "A chapter's text as a notebook, which the caller must not change. Parsing takes jupytext a tenth of a second."
+    return jupytext.reads(text, fmt="py:percent")
+
+
 def chapter(source):
     "The chapter as an unexecuted notebook."
-    return jupytext.reads(read(source), fmt="py:percent")
+    return copy.deepcopy(parsed(read(source)))
 
 
 # From cells to modules
@@ -287,12 +300,20 @@ def wide_lines(source):
             yield f"{place(source)}:{n} has {len(line)} columns, more than {WIDTH}"
 
 
-CONTENTS = "[contents](../README.md)"
+def number(source):
+    "The number of a chapter, from its path: 1.2 for 01_mxfp4/02_kernel_cache.py."
+    return ".".join(str(int(re.match(r"\d+", part)[0])) for part in source.relative_to(BOOK).parts)
 
 
 def title(source):
-    "The first heading of a chapter, which begins with its number."
-    return re.search(r"^# # (.*)", read(source), re.M)[1]
+    "The first heading of a chapter, its number included. Raises Refused for a chapter that has none."
+    found = re.search(r"^# # (.*)", read(source), re.M)
+    if found is None:
+        raise Refused(f"{place(source)} has no heading: begin it with `# # {number(source)} Its title`")
+    return found[1]
+
+
+NAVIGATION = re.compile(r"(?:^.+\n)*?^.*\[contents\]\([^)\s]*README\.md\).*(?:\n.+)*", re.M)  # a paragraph
 
 
 def navigation(source):
@@ -300,35 +321,58 @@ def navigation(source):
     order = sources()
     at = order.index(source)
 
-    def link(other):
-        path = Path(os.path.relpath(other.with_suffix(".ipynb"), source.parent)).as_posix()
-        return f"[{title(other)}]({path})"
+    def link(text, path):
+        return f"[{text}]({Path(os.path.relpath(path, source.parent)).as_posix()})"
 
-    links = [*map(link, order[max(0, at - 1) : at]), CONTENTS, *map(link, order[at + 1 : at + 2])]
-    return " ·\n".join(links)
+    before, after = (
+        [link(title(other), other.with_suffix(".ipynb")) for other in neighbours]
+        for neighbours in (order[max(0, at - 1) : at], order[at + 1 : at + 2])
+    )
+    return " ·\n".join([*before, link("contents", BOOK / "README.md"), *after])
 
 
 def with_navigation(source, prose):
     "The chapter's first cell with its paragraph of links made anew; the text itself where it has none."
-    return re.sub(
-        r"(?:^.+\n)*?^.*" + re.escape(CONTENTS) + r".*(?:\n.+)*",
-        lambda _: navigation(source),
-        prose,
-        count=1,
-        flags=re.M,
-    )
+    return NAVIGATION.sub(lambda _: navigation(source), prose, count=1)
 
 
-def wrong_links(source):
+def prose_of(path):
+    "The Markdown of a chapter, code left out, or of a Markdown file."
+    if path.suffix == ".md":
+        return read(path)
+    return "\n\n".join(cell.source for cell in chapter(path).cells if cell.cell_type == "markdown")
+
+
+def wrong_links(path):
     "Sentences: links to chapters that do not exist or have another number than the link says."
-    for cell in chapter(source).cells:
-        if cell.cell_type == "markdown":
-            for number, path in re.findall(r"\[(\d+\.\d+)\b[^\]]*\]\(([^)#]*\.ipynb)", cell.source):
-                other = (source.parent / path).with_suffix(".py").resolve()
-                if not other.exists():
-                    yield f"{place(source)} links to {path}, which has no source"
-                elif title(other).split()[0] != number:
-                    yield f"{place(source)} calls {path} {number}, but it is {title(other).split()[0]}"
+    chapters = {source.resolve(): number(source) for source in sources()}
+    for text, target in re.findall(r"\[([^\]]*)\]\(([^)#:\s]*\.ipynb)", prose_of(path)):
+        found, says = chapters.get((path.parent / target).with_suffix(".py").resolve()), re.match(r"\d+\.\d+\b", text)
+        if found is None:
+            yield f"{place(path)} links to {target}, which has no source"
+        elif says and says[0] != found:
+            yield f"{place(path)} calls {target} {says[0]}, but it is {found}"
+
+
+def wrong_numbers():
+    "Sentences: wrong numbers of titles and sections, and numbers in prose that no chapter or section has."
+    chapters = {number(source): re.findall(r"^## (\d+\.\d+\.\d+)\b", prose_of(source), re.M) for source in sources()}
+    known = set(chapters).union(*chapters.values())
+    for source in sources():
+        own = number(source)
+        if title(source).split()[0] != own:
+            yield f"{place(source)} is titled {title(source)}, but its path says {own}"
+        expected = [f"{own}.{n}" for n in range(1, len(chapters[own]) + 1)]
+        yield from (
+            f"{place(source)} has a section {found} where {n} is expected"
+            for found, n in zip(chapters[own], expected)
+            if found != n
+        )
+        named = re.findall(r"\b[Cc]hapters? (\d+\.\d+)(?!\.?\d)", prose_of(source))
+        numbers = re.findall(r"(?<![\d.])(\d+\.\d+)(\.\d+)(?!\.?\d)", prose_of(source))
+        named += [chapter + section for chapter, section in numbers if chapter in chapters]
+        for missing in dict.fromkeys(n for n in named if n not in known):
+            yield f"{place(source)} names {missing}, which does not exist"
 
 
 def tidy_source(source):
@@ -372,7 +416,7 @@ def tidy_notebook(source):
 
 
 def tidy():
-    "Rewrite what Jupyter's save has changed: sources, and every .ipynb whose code is still its source's."
+    "Bring all sources to one form, and every .ipynb whose code is still its source's."
     for source in sources():
         if (text := tidy_source(source)) != read(source):
             write(source, text)
@@ -501,20 +545,27 @@ def main(arguments=None):
     "The command line. Ends the process with a text on stderr and exit code 1 where something is stale or refused."
     args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     args.add_argument("--run", metavar="TEXT", help="execute chapters whose path contains TEXT, or `all`")
-    args.add_argument("--tidy", action="store_true", help="undo what Jupyter's save adds")
+    args.add_argument("--tidy", action="store_true", help="one form for all chapters, links to neighbours made anew")
     args.add_argument("--check", action="store_true", help="change nothing, name what is stale")
     args.add_argument("--graph", nargs="?", const="text", choices=("text", "dot"), help="print the import graph")
-    args = args.parse_args(arguments)
+    try:
+        make(args.parse_args(arguments))
+    except Refused as refused:
+        sys.exit(str(refused))
+
+
+def make(args):
+    "Do what the command line asks."
     if args.graph:
         graph(args.graph)
     if args.tidy:
         tidy()
-    try:
-        texts, wrong = modules()
-    except Refused as refused:
-        sys.exit(str(refused))
+    texts, wrong = modules()
     if args.check:
-        wrong += [sentence for source in sources() for sentence in (*wide_lines(source), *wrong_links(source))]
+        wrong += [sentence for source in sources() for sentence in wide_lines(source)]
+        readmes = [path for path in (BOOK.parent / "README.md", BOOK / "README.md") if path.exists()]
+        wrong += [sentence for path in (*readmes, *sources()) for sentence in wrong_links(path)]
+        wrong += wrong_numbers()
         stale = list(check(texts))
         commands = dict.fromkeys(f"run: {command}" for _, command in stale)
         sys.exit("\n".join([*wrong, *(what for what, _ in stale), *commands]) if wrong or stale else 0)

@@ -12,6 +12,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "ConfigError",
+    "K3Error",
     "PlanError",
     "Report",
     "StateError",
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from k3lib.checkpoint import Checkpoint
     from k3lib.config import ConfigError
     from k3lib.engine import Report, load
-    from k3lib.fileio import CheckpointError, UsageError
+    from k3lib.fileio import CheckpointError, K3Error, UsageError
     from k3lib.plan import PlanError
     from k3lib.state import StateError
     from k3lib.tokenizer import Tokenizer, TokenizerError
@@ -42,6 +43,7 @@ _HOME = {
     "Checkpoint": "checkpoint",
     "Tokenizer": "tokenizer",
     "CheckpointError": "fileio",
+    "K3Error": "fileio",
     "UsageError": "fileio",
     "ConfigError": "config",
     "PlanError": "plan",

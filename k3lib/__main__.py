@@ -9,7 +9,9 @@ def run() -> int:
         from k3lib.cli import main
 
         return main()
-    except KeyboardInterrupt:  # before main listens
+    except KeyboardInterrupt:  # before main listens to signals
+        if sys.stderr is not None:
+            print(f"k3 {' '.join(sys.argv[1:2])}: interrupted", file=sys.stderr)
         return 130
 
 

@@ -18,7 +18,7 @@ def _params_per_element(pattern: str) -> int:
 
 
 class _Columns(NamedTuple):
-    "Of every row of an index: the number of its part in PARTS (int8), its bytes and its parameters (int64)."
+    "For each row of an index: its part's number in PARTS (int8), its bytes and its parameters (int64)."
     part: np.ndarray
     nbytes: np.ndarray
     params: np.ndarray
@@ -33,7 +33,7 @@ def _columns(index: TensorIndex) -> _Columns:
 
 
 class _Groups(NamedTuple):
-    "Rows of equal label, one element a group; `whole` says whether the group is one contiguous range of a file."
+    "Groups of rows of equal label, one element a group; `whole` is True if the group is contiguous in one file."
     label: np.ndarray
     shard: np.ndarray
     offset: np.ndarray
@@ -55,28 +55,28 @@ def _groups(index: TensorIndex, chosen: np.ndarray, label: np.ndarray, nbytes: n
 
 
 def _layer_label(index: TensorIndex) -> np.ndarray:
-    "Of every row: its name's first number plus one."
+    "For each row: the first number of its name plus one."
     return index.key >> NUMBER_BITS & NUMBER_MASK
 
 
 def _trunk_groups(index: TensorIndex, columns: _Columns) -> _Groups:
-    "A group a layer; its label is the layer plus one."
+    "One group for each layer's trunk tensors; its label is the layer plus one."
     return _groups(index, columns.part == PARTS.index("trunk"), _layer_label(index), columns.nbytes)
 
 
 def _expert_groups(index: TensorIndex, columns: _Columns) -> _Groups:
-    "A group an expert; its label is the key without the pattern."
+    "One group for each expert; its label is the key without the pattern."
     label = index.key & (1 << 2 * NUMBER_BITS) - 1
     return _groups(index, columns.part == PARTS.index("experts"), label, columns.nbytes)
 
 
 @dataclass(frozen=True)
 class Census:
-    """What a checkpoint holds, counted from its headers; sizes in bytes.
+    """Counts and sizes of a checkpoint, from its headers. Sizes are in bytes.
 
-    `expert_bytes` is the largest expert's size. Parameters are those of the text stack: `always_active` without the
-    routed experts; `active_per_token` with `experts_per_token` of them in each layer that has any, without the
-    embedding table, and None if that number is not known.
+    `expert_bytes` is the size of the largest expert. `parameters` are those of the text stack, `always_active` are
+    those without the routed experts. `active_per_token` counts `experts_per_token` experts in each layer that has any,
+    and no embedding; it is None if experts_per_token is not known.
     """
     shards: int
     tensors: int
@@ -104,11 +104,11 @@ class Census:
     active_per_token: int | None
 
     def as_dict(self) -> dict[str, Any]:
-        "For JSON."
+        "The fields by name, for JSON."
         return asdict(self)
 
     def table(self) -> str:
-        "The census as text, a line a row."
+        "The census as text, a line for each part of the model."
         c, largest = self, self.largest_layer_bytes
         each = f"{c.experts // c.expert_layers if c.experts else 0} x {c.expert_layers} layers = {c.experts:,}"
         run = f"{largest / 1e6:,.0f} MB" if largest >= 1e7 else f"{largest:,} bytes"
@@ -141,7 +141,7 @@ def _short(n: int) -> str:
 
 
 def census(index: TensorIndex, experts_per_token: int | None = None) -> Census:
-    "The Census of an index; active parameters only if told how many experts a token uses."
+    "The Census of an index. Its active parameters are None unless `experts_per_token` is given."
     columns = _columns(index)
     tensors, size, params = (dict(zip(PARTS, (int(values[columns.part == i].sum()) for i in range(len(PARTS)))))
                              for values in (np.ones(len(index), np.int64), columns.nbytes, columns.params))
@@ -169,7 +169,7 @@ def census(index: TensorIndex, experts_per_token: int | None = None) -> Census:
 
 
 class Run(NamedTuple):
-    "A layer's trunk from its first byte on; `broken` says why it is not one contiguous range, '' if it is."
+    "A layer's trunk: its first byte, its size, and in `broken` why it is not contiguous, '' if it is."
     file: str
     offset: int
     nbytes: int
@@ -178,14 +178,14 @@ class Run(NamedTuple):
 
 
 class Contiguity(NamedTuple):
-    "Run of each layer by number, how many experts there are, and the (layer, expert) pairs that are not contiguous."
+    "The Run of each layer by number, the number of experts, and the (layer, expert) pairs that are not contiguous."
     layers: dict[int, Run]
     experts: int
     broken_experts: list[tuple[int, int]]
 
     @property
     def broken_layers(self) -> dict[int, str]:
-        "Why, for each layer that is not contiguous."
+        "The reason, for each layer that is not contiguous."
         return {layer: run.broken for layer, run in self.layers.items() if run.broken}
 
 
@@ -203,7 +203,7 @@ def contiguity(index: TensorIndex) -> Contiguity:
 
 
 def _breaker(index: TensorIndex, columns: _Columns, label: int, shard: int, offset: int) -> str:
-    "What interrupts the trunk group `label` that begins at byte `offset` of `shard`."
+    "A sentence on the tensor that interrupts the trunk group `label`, which begins at byte `offset` of `shard`."
     mine = (columns.part == PARTS.index("trunk")) & (_layer_label(index) == label)
     elsewhere = np.flatnonzero(mine & (index.shard != shard))
     if len(elsewhere):

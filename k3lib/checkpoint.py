@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -20,10 +21,10 @@ from k3lib.tensors import EXPERT_TENSORS, join_name, split_name
 _SHARD = re.compile(r"model-(\d{5,6})-of-(\d{5,6})\.safetensors", re.ASCII)
 
 
-def shard_names(folder: str | Path) -> list[str]:
+def shard_names(folder: str | os.PathLike[str]) -> list[str]:
     """The checkpoint's file names in order: model.safetensors alone, or every model-XXXXX-of-YYYYYY.safetensors.
 
-    Raises FileNotFoundError if there is no such folder, CheckpointError if a file is missing or does not belong.
+    Raises FileNotFoundError if the folder does not exist, CheckpointError if a file is missing or is one too many.
     """
     if not os.path.isdir(folder):
         what = "a file" if os.path.exists(folder) else "no such folder"
@@ -56,9 +57,9 @@ _CUT = b'.safetensors",'
 
 
 def index_pieces(path: str, most: int) -> Iterator[dict]:
-    """The JSON object in the file `path`, of at most `most` bytes, as several: each holds a part of its "weight_map".
+    """The JSON object in the file `path` as several objects, each with a part of its "weight_map".
 
-    Raises CheckpointError if the file is larger, cannot be read, or is no such object.
+    Raises CheckpointError if the file has more than `most` bytes, cannot be read, or holds no such object.
     """
     with open_shard(path) as file:
         size, text, front = os.fstat(file.fileno()).st_size, b"", b""
@@ -82,9 +83,9 @@ def index_pieces(path: str, most: int) -> Iterator[dict]:
 
 
 def _mark_listed(index: TensorIndex, shard: np.ndarray, path: str, listed: dict, seen: np.ndarray) -> None:
-    """Mark the rows of `listed`, {tensor: file}, in `seen`; `shard` is the index's column and a last -1 for row -1.
+    """Mark the rows of `listed`, {tensor: file}, in `seen`; `shard` is the index's column with one more row of -1.
 
-    Raises CheckpointError if a tensor lies in another file or was seen before.
+    Raises CheckpointError if a tensor lies in another file or was listed before.
     """
     number = {os.path.basename(file): i for i, file in enumerate(index.files)}
     names, files = [*listed], [*listed.values()]
@@ -101,12 +102,12 @@ def _mark_listed(index: TensorIndex, shard: np.ndarray, path: str, listed: dict,
 
 
 def check_index(index: TensorIndex, path: str) -> None:
-    "Raise CheckpointError unless the file `path`, if there is one, lists what `index` holds."
+    "Raise CheckpointError unless the file `path` does not exist or lists exactly the tensors of `index`."
     if not os.path.lexists(path):
         return
     payload = int(index.nbytes().sum())
     shard, totals = np.append(index.shard, -1), []
-    seen = np.zeros(len(shard), bool)  # the last is row -1, which is never seen
+    seen = np.zeros(len(shard), bool)  # the last element stands for row -1 and is never set
     for piece in index_pieces(path, 2 * (sum(index.file_sizes) - payload) + 1_000_000):
         _mark_listed(index, shard, path, piece["weight_map"], seen)
         metadata = piece.get("metadata", {})
@@ -121,21 +122,24 @@ def check_index(index: TensorIndex, path: str) -> None:
                                   "the bytes of all tensors")
 
 
+DESCRIPTORS_A_FILE = 3  # one in Checkpoint, one or two in the reader of 5.9
+
+
 class Checkpoint:
     """The tensors of a folder of safetensors files, found from the headers alone: 24 bytes of memory a tensor.
 
-    Raises FileNotFoundError if there is no such folder, CheckpointError if a file is missing or its header is not
-    believed. The files stay open until `close()` or the end of a `with` block; reads may come from any thread.
+    Raises FileNotFoundError if the folder does not exist, CheckpointError if a file is missing or a header is damaged.
+    The files stay open until `close()` or the end of a `with` block. Any thread may read.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self._files: list = []
         self.path = Path(path)
         self.index = TensorIndex()
         self.fingerprints: dict[str, Fingerprint] = {}  # of each file whose header was read
         try:
             names = shard_names(self.path)
-            allow_open_files(len(names))
+            allow_open_files(DESCRIPTORS_A_FILE * len(names))
             for name in names:
                 self._add(str(self.path / name))
             self.index.complete()
@@ -161,7 +165,7 @@ class Checkpoint:
         for file in self._files:
             file.close()
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_) -> None:
@@ -188,7 +192,7 @@ class Checkpoint:
         return row
 
     def extent(self, name: str) -> Extent:
-        "Where a tensor lies. Raises CheckpointError if there is none of that name."
+        "Where a tensor lies. Raises CheckpointError if the checkpoint has no tensor of that name."
         return self.index.extent(self._row(*split_name(name)))
 
     def expert(self, layer: int, expert: int) -> dict[str, Extent]:
@@ -205,7 +209,7 @@ class Checkpoint:
         return self.index.count_of(prefix)
 
     def raw(self, name: str) -> np.ndarray:
-        "A tensor's bits as stored: uint16 for BF16, uint8 for F8, else numpy's own type of that name."
+        "A tensor's bits as stored: uint16 for BF16, uint8 for F8, else numpy's type of the same name."
         row = self._row(*split_name(name))
         extent = self.index.extent(row)
         out = np.empty(extent.shape, ARRAY_DTYPES[extent.dtype])
@@ -226,14 +230,14 @@ class Checkpoint:
         return wide.view(np.float32)
 
     def census(self, experts_per_token: int | None = None) -> Census:
-        "Where the bytes and parameters are; active parameters only if told how many experts a token uses."
+        "Counts and sizes by part. Active parameters are None unless `experts_per_token` is given."
         return census(self.index, experts_per_token)
 
     def contiguity(self) -> Contiguity:
-        "Which layers' trunks and which experts can be read in one piece."
+        "Which layers' trunks and which experts are contiguous in their files."
         return contiguity(self.index)
 
 
 __all__ = [
-    "shard_names", "INDEX", "INDEX_BLOCK", "index_pieces", "check_index", "Checkpoint",
+    "shard_names", "INDEX", "INDEX_BLOCK", "index_pieces", "check_index", "DESCRIPTORS_A_FILE", "Checkpoint",
 ]

@@ -1,8 +1,9 @@
 """The `k3` command. Arguments in, exit code out: every command passes on to a chapter's module.
 
-The order of this file is that of a run: writing outputs, one function a command, the arguments, signals, errors.
-Modules of the book are imported inside the functions, so that `k3 --help` need not wait for a compiler.
+The order of this file: writing outputs, a decoding run, one function a command, the arguments, signals, exit codes.
+Modules that import numpy or numba are imported inside the functions, so that `k3 --help` does not wait for them.
 """
+
 import argparse
 import contextlib
 import json
@@ -13,14 +14,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from k3lib.config import is_synthetic, read_config
+from k3lib.fileio import CheckpointError, K3Error, UsageError, shown_value, whole_file
+from k3lib.memory import parse_size, shown_size, whole_number
+from k3lib.system import disk_bytes, make_nonblocking
+
+if TYPE_CHECKING:
+    from k3lib.engine import Report
 
 # Outputs
 
 
 def _write(path, data):
     "Write bytes to `path`, whole or not at all."
-    from k3lib.fileio import whole_file
     with whole_file(path) as file:
         file.write(data)
 
@@ -30,8 +38,7 @@ def _write_json(path, tree):
 
 
 def _check_outputs(model, *paths):
-    "Refuse, before the run, a file that could not be written after it or that would replace something else."
-    from k3lib.fileio import UsageError
+    "Refuse, before the run, an output that could not be written after it, or that would replace something else."
     given = [Path(path) for path in paths if path is not None]
     for path in given:
         _check_output(path)
@@ -44,7 +51,6 @@ def _check_outputs(model, *paths):
 def _check_output(path):
     import tempfile
 
-    from k3lib.fileio import UsageError
     if path.is_dir():
         raise UsageError(f"{path}: is a folder, expected a file to write")
     if not path.parent.is_dir():
@@ -57,13 +63,13 @@ def _check_output(path):
         raise UsageError(f"{path}: is no regular file, so it will not be replaced by one")
 
 
-class OutputLost(Exception):
-    "Standard output cannot be written to. The run has failed: nobody gets its answer."
+class OutputLost(K3Error):
+    "Standard output cannot be written to. The run has failed, because its answer is lost."
 
 
 def _say(text):
-    "Print and flush. Raises OutputLost, and KeyboardInterrupt for a signal whose own was lost in a library's callback."
-    if _came:
+    "Print and flush. Raises OutputLost, and KeyboardInterrupt if a library has dropped that of a signal."
+    if _received:
         raise KeyboardInterrupt
     try:
         print(text, flush=True)
@@ -74,6 +80,7 @@ def _say(text):
 def progress_bar(total: int | None, unit: str, **options: Any) -> Any:
     "A tqdm bar on stderr where that is a terminal, else one that shows nothing."
     from tqdm import tqdm
+
     shown = sys.stderr is not None and sys.stderr.isatty()
     return tqdm(total=total, unit=unit, disable=not shown, leave=False, **options)
 
@@ -81,13 +88,16 @@ def progress_bar(total: int | None, unit: str, **options: Any) -> Any:
 # A decoding run
 
 
+class Interrupted(KeyboardInterrupt):
+    "A signal has ended a command. The text says how far the command came."
+
+
 def parse_ids(text: str) -> list[int]:
-    "Token ids from '1,2,3'. Raises UsageError naming what is not an id."
-    from k3lib.fileio import UsageError
+    "Token ids from '1,2,3'. Raises UsageError with the word that is no id."
     ids = []
     for word in str(text).replace(" ", "").split(","):
         if not word.isdecimal() or len(word) > 18:
-            raise UsageError(f"ids: {word!r} is not a token id: write them like 1,2,3")
+            raise UsageError(f"ids: {shown_value(word)} is not a token id: write them like 1,2,3")
         ids.append(int(word))
     return ids
 
@@ -97,13 +107,12 @@ def prompt_ids(path: str | os.PathLike, ids: str | None, prompt: str | bytes | N
 
     The encoder's memory is free again when this returns, before the plan is made.
     """
-    from k3lib.config import read_config
-    from k3lib.fileio import UsageError
     from k3lib.tokenizer import open_tokenizer
-    if (ids is None) == (prompt is None):
-        raise UsageError("give a prompt or ids: exactly one of the two")
-    if prompt is None:
+
+    if ids is not None and prompt is None:
         return parse_ids(ids)
+    if ids is not None or prompt is None:
+        raise UsageError("give a prompt or ids: exactly one of the two")
     tokenizer = open_tokenizer(path, read_config(path))
     if tokenizer is None:
         raise UsageError(f"{path}: holds no tiktoken.model, so a text prompt cannot be encoded: give ids")
@@ -112,35 +121,48 @@ def prompt_ids(path: str | os.PathLike, ids: str | None, prompt: str | bytes | N
     return encoded
 
 
-def decode(path: str | os.PathLike, ids: str | None = None, prompt: str | bytes | None = None, *,
-           max_new_tokens: int = 8, show: Callable[[str], object] = print, logits: list | None = None,
-           trace: list | None = None, **options: Any) -> Any:
-    """One whole run: encode, plan, load, decode greedily, report. Returns the Report.
+def decode(
+    path: str | os.PathLike,
+    ids: str | None = None,
+    prompt: str | bytes | None = None,
+    *,
+    max_new_tokens: int = 8,
+    show: Callable[[str], object] = print,
+    logits: list | None = None,
+    trace: list | None = None,
+    **options: Any,
+) -> "Report":
+    """One whole run: encode, plan, load, decode greedily, report.
 
     `ids` '1,2,3' or `prompt`, str or bytes. `show` is given the plan, the prompt, each token as it comes, all ids and
     their text, and the report. `logits`: a list that receives each step's float32 [vocab]; `trace`: one that receives
-    (layer, expert) of every request. `options`: ram, trunk, threads, readers of `load`. Raises what `load` raises.
+    (layer, expert) of every request. `options`: ram, trunk, threads, readers of `load`. Raises what `load` raises, and
+    Interrupted with the tokens so far.
     """
-    from k3lib import engine
-    from k3lib.config import read_config
-    from k3lib.fileio import UsageError
-    from k3lib.memory import whole_number
+    from k3lib.engine import check_vocabulary, load
+
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 20)
     numbers = prompt_ids(path, ids, prompt)
     if not numbers:
         raise UsageError("the prompt is empty: at least one token id is needed")
-    engine.check_vocabulary(numbers, read_config(path))  # before gigabytes are read for it
+    check_vocabulary(numbers, read_config(path))  # before gigabytes are read
     pinning = progress_bar(None, "B", desc="pinning", unit_scale=True)
-    model = engine.load(path, context=len(numbers) + max_new_tokens, prompt_tokens=len(numbers),
-                        progress=pinning.update, on_plan=lambda plan: show(plan.text()), **options)
+    model = load(
+        path,
+        context=len(numbers) + max_new_tokens,
+        prompt_tokens=len(numbers),
+        progress=pinning.update,
+        on_plan=lambda plan: show(plan.text()),
+        **options,
+    )
     pinning.close()
     model.experts.trace = trace
     try:
         return _shown_run(model, numbers, max_new_tokens, show, logits)
-    except KeyboardInterrupt as stop:
+    except KeyboardInterrupt:
         made = [step.token for step in model.steps]
-        stop.done = f"after {len(made)} of {max_new_tokens} tokens" + f": {','.join(map(str, made))}" * bool(made)
-        raise
+        tokens = f": {','.join(map(str, made))}" * bool(made)
+        raise Interrupted(f"after {len(made)} of {max_new_tokens} tokens{tokens}") from None
     finally:
         model.close()
 
@@ -179,14 +201,15 @@ def _run(args, **lists):
         if not file.is_file():
             raise FileNotFoundError(f"{args.prompt_file}: {'is no regular file' if file.exists() else 'no such file'}")
         prompt = file.read_bytes()
-    return decode(args.model, args.ids, prompt, max_new_tokens=args.max_new_tokens, show=_say, ram=args.ram,
-                  trunk=args.trunk, threads=args.threads, readers=args.readers, **lists)
+    options = {name: getattr(args, name) for name in ("max_new_tokens", "ram", "trunk", "threads", "readers")}
+    return decode(args.model, args.ids, prompt, show=_say, **options, **lists)
 
 
 def _decode(args):
     import io
 
     import numpy as np
+
     _check_outputs(args.model, args.json, args.logits)
     logits = [] if args.logits else None
     report = _run(args, logits=logits)
@@ -199,8 +222,8 @@ def _decode(args):
 
 
 def _trace(args):
-    from k3lib.fileio import UsageError
     from k3lib.trace import packed_trace
+
     if args.replay is not None:
         return _replay(args)
     if args.model is None or args.out is None:
@@ -213,12 +236,12 @@ def _trace(args):
 
 
 def _replay(args):
-    "What caches of every size would make of a trace."
+    "Print the hit rates of caches of every size for a recorded trace."
     from k3lib.cache_policy import EXPERT_BYTES, replay_text
-    from k3lib.fileio import UsageError
     from k3lib.trace import read_trace
+
     if args.out is not None:
-        raise UsageError("--out: is what a recording is written to, and --replay records nothing")
+        raise UsageError("--out: names the file for a recording, but --replay records nothing")
     passes = read_trace(args.replay)
     _say(replay_text(passes, EXPERT_BYTES if args.model is None else _expert_bytes(args.model, passes)))
 
@@ -226,22 +249,22 @@ def _replay(args):
 def _expert_bytes(model, passes):
     "Bytes of an expert of the model that the passes of a trace belong to. Raises UsageError if they cannot."
     from k3lib.checkpoint import Checkpoint
-    from k3lib.config import read_config
-    from k3lib.fileio import UsageError
+
     config, requested = read_config(model), {(L, e) for layers in passes for L, experts in layers for e in experts}
     first, end = config.first_k_dense_replace, config.num_hidden_layers
     for L, e in sorted(requested):
         if not first <= L < end or e >= config.num_experts:
-            raise UsageError(f"{model}: the trace asks for expert {e} of layer {L}, but this model has experts "
-                             f"0..{config.num_experts - 1} in layers {first}..{end - 1}: the trace is another model's")
+            raise UsageError(
+                f"{model}: the trace asks for expert {e} of layer {L}, but this model has experts "
+                f"0..{config.num_experts - 1} in layers {first}..{end - 1}: the trace is another model's"
+            )
     return sum(extent.nbytes for extent in Checkpoint(model).expert(*min(requested)).values())
 
 
 def _plan(args):
     from k3lib.checkpoint import Checkpoint
-    from k3lib.config import is_synthetic, read_config
-    from k3lib.memory import parse_size, whole_number
     from k3lib.plan import make_plan, measured_readers
+
     ram, context = parse_size(args.ram), whole_number("context", args.context, 1, 1 << 30)
     config, checkpoint, readers = read_config(args.model), Checkpoint(args.model), None
     synthetic = is_synthetic(args.model)
@@ -253,7 +276,7 @@ def _plan(args):
 
 def _census(args):
     from k3lib.checkpoint import Checkpoint
-    from k3lib.config import is_synthetic, read_config
+
     _check_outputs(args.model, args.json)
     config = read_config(args.model)
     census = Checkpoint(args.model).census(experts_per_token=config.num_experts_per_token)
@@ -265,15 +288,15 @@ def _census(args):
 def _verify(args):
     from functools import partial
 
-    from k3lib.config import read_config
-    from k3lib.fileio import CheckpointError
     from k3lib.tensors import check_tensors
     from k3lib.verify import manifest_path, manifest_text, verify
+
     config, target = read_config(args.model), args.write_manifest
     target = Path(manifest_path(args.model) if target is True else target) if target else None
     _check_outputs(args.model, args.json, target)
-    found = verify(args.model, config, check_tensors, target or args.manifest, bool(target), show=_say,
-                   progress=partial(progress_bar, unit="B", desc="hashing", unit_scale=True))
+    progress = partial(progress_bar, unit="B", desc="hashing", unit_scale=True)
+    manifest, every = target or args.manifest, bool(target)
+    found = verify(args.model, config, check_tensors, manifest, every, show=_say, progress=progress)
     _say(found.text())
     if args.json:
         _write_json(args.json, found.as_dict())
@@ -282,22 +305,20 @@ def _verify(args):
         raise CheckpointError(f"{len(found.damaged)} damaged: {next(iter(found.damaged.values()))}{more}{unwritten}")
     if target:
         _write(target, manifest_text(found.hashes).encode())
-        _say(f"{target}: the hashes of {len(found.hashes)} files, to be read by `k3 verify` or, in the model's folder, "
-             "`sha256sum -c`")
+        readers = "`k3 verify` or, in the model's folder, `sha256sum -c`"
+        _say(f"{target}: the hashes of {len(found.hashes)} files, to be read by {readers}")
 
 
 def pack_trunk(path: str | os.PathLike, folder: str | os.PathLike) -> str:
-    """Copy the trunk of the checkpoint in `path` to `folder`, or go on where that was interrupted; the result's line.
+    """Copy the trunk of the checkpoint in `path` to `folder`, except for files that an interrupted call has completed.
 
-    Raises what `load` and `pack` raise, and UsageError if `folder` is a file or lies in the model's own folder.
+    Returns a line that says what was done. Raises what `load` and `pack` raise, UsageError if `folder` is a file or
+    lies in the model's own folder, and Interrupted.
     """
     from k3lib.checkpoint import Checkpoint
-    from k3lib.config import read_config
-    from k3lib.fileio import UsageError
-    from k3lib.memory import shown_size
     from k3lib.pack import pack
-    from k3lib.system import disk_bytes
     from k3lib.tensors import check_tensors, forward_order
+
     config, checkpoint, folder = read_config(path), Checkpoint(path), Path(folder)
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder}: is a file, but the packed trunk needs a folder")
@@ -309,14 +330,13 @@ def pack_trunk(path: str | os.PathLike, folder: str | os.PathLike) -> str:
     try:
         with progress_bar(nbytes, "B", desc="packing", unit_scale=True) as bar:
             pack(checkpoint, names, folder, bar.update)
-    except KeyboardInterrupt as stop:
-        stop.done = f"with {len(_shards(folder))} files in {folder}: the same command goes on from there"
-        raise
-    files = [file.stat() for file in _shards(folder)]
-    size, on_disk = sum(file.st_size for file in files), sum(disk_bytes(file) for file in files)
-    return (f"{folder}: {len(files)} files of {shown_size(size)}, {shown_size(on_disk)} on disk; "
-            f"{len(files) - found} written and {found} found, all compared with {path}, "
-            f"in {time.perf_counter() - began:.1f} s")
+    except KeyboardInterrupt:
+        done = f"with {len(_shards(folder))} files in {folder}"
+        raise Interrupted(f"{done}: the same command goes on from there") from None
+    seconds, files = time.perf_counter() - began, [file.stat() for file in _shards(folder)]
+    sizes = shown_size(sum(file.st_size for file in files)), shown_size(sum(disk_bytes(file) for file in files))
+    counts = f"{len(files) - found} written and {found} found, all compared with {path}, in {seconds:.1f} s"
+    return f"{folder}: {len(files)} files of {sizes[0]}, {sizes[1]} on disk; {counts}"
 
 
 def _shards(folder):
@@ -328,101 +348,106 @@ def _pack(args):
 
 
 def _synth(args):
+    from functools import partial
+
     from k3lib.synth import synth
-    _say(synth(args.folder, args.preset, args.seed, args.layers, args.experts, args.vocab,
-               progress=lambda text: print(text, file=sys.stderr, flush=True)))
+
+    progress = partial(print, file=sys.stderr, flush=True)
+    _say(synth(args.folder, args.preset, args.seed, args.layers, args.experts, args.vocab, progress=progress))
 
 
 # Arguments
 
 
+def _option(parser, flag, metavar, help=None, default=None):
+    parser.add_argument(flag, metavar=metavar, help=help, default=default)
+
+
 def _add_run(parser):
     "The arguments of a decoding run. Returns the group of which one must be given."
     given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--ids", metavar="1,2,3", help="the prompt as token ids")
-    given.add_argument("--prompt", metavar="TEXT", help="the prompt as text; names of control tokens in it stay text")
-    given.add_argument("--prompt-file", metavar="FILE", help="the prompt as a file's bytes")
-    parser.add_argument("--max-new-tokens", metavar="N", default="8")
-    parser.add_argument("--ram", metavar="SIZE", default="8GB",
-                        help="most memory to use: 8GB is 8e9 bytes, 8GiB 2^33 (default 8GB)")
-    parser.add_argument("--trunk", metavar="DIR",
-                        help="read the trunk from a folder that `k3 pack` has filled from this model")
-    parser.add_argument("--threads", metavar="N", default=None, help="threads of the arithmetic (default: all cores)")
-    parser.add_argument("--readers", metavar="N", default=None,
-                        help="threads that read (default: 4; `k3 plan MODEL --measure` finds what the device wants)")
+    _option(given, "--ids", "1,2,3", "the prompt as token ids")
+    _option(given, "--prompt", "TEXT", "the prompt as text; names of control tokens in it stay text")
+    _option(given, "--prompt-file", "FILE", "the prompt as a file's bytes")
+    _option(parser, "--max-new-tokens", "N", "most tokens to generate (default: 8)", "8")
+    _option(parser, "--ram", "SIZE", "most memory to use: 8GB is 8e9 bytes, 8GiB 2^33 (default: 8GB)", "8GB")
+    _option(parser, "--trunk", "DIR", "read the trunk from a folder that `k3 pack` has filled from this model")
+    _option(parser, "--threads", "N", "threads of the arithmetic (default: all cores)")
+    _option(parser, "--readers", "N", "threads that read (default: 5; `k3 plan MODEL --measure` finds the best number)")
     return given
 
 
-def _add_decode(commands):
-    parser = commands.add_parser("decode", help="greedy decoding of a prompt")
+def _add_decode(parser):
     parser.add_argument("model", help="folder of the checkpoint")
     _add_run(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
-    parser.add_argument("--logits", metavar="FILE.npy", help="write every step's logits, float32 [steps, vocab]")
-    parser.set_defaults(run=_decode)
+    _option(parser, "--json", "FILE", "write the report as JSON")
+    _option(parser, "--logits", "FILE.npy", "write every step's logits, float32 [steps, vocab]")
 
 
-def _add_trace(commands):
-    parser = commands.add_parser("trace", help="record which experts a run requests; or what caches would make of "
-                                               "such a record")
-    parser.add_argument("model", nargs="?", help="folder of the checkpoint; with --replay only for the size of an "
-                                                 "expert (default: the released model's)")
-    _add_run(parser).add_argument("--replay", metavar="FILE",
-                                  help="print hit rate against capacity for a trace, and decode nothing")
-    parser.add_argument("--out", metavar="FILE", help="write the trace: pairs of little-endian uint32, layer and "
-                                                      "expert, in the order of the requests")
-    parser.set_defaults(run=_trace)
+def _add_trace(parser):
+    folder = "folder of the checkpoint; with --replay only for the size of an expert (default: the released model's)"
+    parser.add_argument("model", nargs="?", help=folder)
+    _option(_add_run(parser), "--replay", "FILE", "print hit rate against capacity for a trace, and decode nothing")
+    pairs = "pairs of little-endian uint32, layer and expert, in the order of the requests"
+    _option(parser, "--out", "FILE", f"write the trace: {pairs}")
 
 
-def _add_plan_and_census(commands):
-    parser = commands.add_parser("plan", help="what a budget would be spent on")
+def _add_plan(parser):
     parser.add_argument("model")
-    parser.add_argument("--ram", metavar="SIZE", default="8GB")
-    parser.add_argument("--context", metavar="N", default="1024",
-                        help="positions there must be room for (default 1024)")
-    parser.add_argument("--measure", action="store_true",
-                        help="read from the model's device for two seconds, and plan with as many readers as it wants")
-    parser.set_defaults(run=_plan)
-    parser = commands.add_parser("census", help="count a checkpoint's tensors and bytes from its headers")
+    _option(parser, "--ram", "SIZE", "most memory to use (default: 8GB)", "8GB")
+    _option(parser, "--context", "N", "positions for which there must be room (default: 1024)", "1024")
+    measure = "read from the model's device for two seconds, and plan with as many readers as it can use"
+    parser.add_argument("--measure", action="store_true", help=measure)
+
+
+def _add_census(parser):
     parser.add_argument("model")
-    parser.add_argument("--json", metavar="FILE")
-    parser.set_defaults(run=_census)
+    _option(parser, "--json", "FILE", "write the counts as JSON")
 
 
-def _add_verify(commands):
-    parser = commands.add_parser("verify", help="check every file: headers, sizes, and hashes against a manifest or "
-                                                "what the download left behind; goes on where it was broken off")
+def _add_verify(parser):
     parser.add_argument("model")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--manifest", metavar="FILE", help="a sha256sum file of the model's files (default: "
-                                                          "MODEL.sha256 beside the model, if there is one)")
-    which.add_argument("--write-manifest", metavar="FILE", nargs="?", const=True,
-                       help="write one, if nothing is damaged (default: MODEL.sha256 beside the model)")
-    parser.add_argument("--json", metavar="FILE", help="write the account as JSON")
-    parser.set_defaults(run=_verify)
+    beside = "default: MODEL.sha256 beside the model"
+    _option(which, "--manifest", "FILE", f"a sha256sum file of the model's files ({beside}, if there is one)")
+    written = f"write one, if nothing is damaged ({beside})"
+    which.add_argument("--write-manifest", metavar="FILE", nargs="?", const=True, help=written)
+    _option(parser, "--json", "FILE", "write the account as JSON")
 
 
-def _add_pack_and_synth(commands):
-    parser = commands.add_parser("pack", help="copy the trunk, read at every token, to a faster disk; goes on where it "
-                                              "was broken off")
+def _add_pack(parser):
     parser.add_argument("model")
     parser.add_argument("folder", metavar="DIR")
-    parser.set_defaults(run=_pack)
-    parser = commands.add_parser("synth", help="write a checkpoint of the released layout with made-up weights")
+
+
+def _add_synth(parser):
     parser.add_argument("folder", metavar="DIR")
     parser.add_argument("--preset", choices=["full", "slice", "oracle"], default="full")
     parser.add_argument("--seed", type=int, default=0)
     for name, what in (("layers", "layers"), ("experts", "experts a layer"), ("vocab", "ids in the vocabulary")):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} (default: the preset's)")
-    parser.set_defaults(run=_synth)
+
+
+_RESUMES = "run again, it goes on where it was interrupted"
+COMMANDS: dict[str, tuple[Callable, Callable, str]] = {  # name: (its arguments, what runs, its line of help)
+    "decode": (_add_decode, _decode, "greedy decoding of a prompt"),
+    "trace": (_add_trace, _trace, "record which experts a run requests; or replay a record with caches of any size"),
+    "plan": (_add_plan, _plan, "what a budget would be spent on"),
+    "census": (_add_census, _census, "count a checkpoint's tensors and bytes from its headers"),
+    "verify": (_add_verify, _verify, f"check every file: its header, its size, and its published hash; {_RESUMES}"),
+    "pack": (_add_pack, _pack, f"copy the trunk, read at every token, to a faster disk; {_RESUMES}"),
+    "synth": (_add_synth, _synth, "write a checkpoint of the released layout with made-up weights"),
+}
 
 
 def _parser():
     parser = argparse.ArgumentParser(prog="k3", description="Kimi K3, decoded under the memory budget you choose.")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_decode, _add_trace, _add_plan_and_census, _add_verify, _add_pack_and_synth):
-        add(commands)
+    for name, (add_arguments, run, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text)
+        add_arguments(command)
+        command.set_defaults(run=run)
     return parser
 
 
@@ -430,19 +455,18 @@ def _parser():
 
 STOPPING = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 GRACE = 1.4  # seconds from a signal to the end of the process, whatever it is doing
-_came: list[int] = []  # the signals that this command has received
+_received: list[int] = []  # the signals that this command has received
 
 
 @contextlib.contextmanager
 def _stopping(command) -> Iterator[list[int]]:
-    """The first SIGINT or SIGTERM raises KeyboardInterrupt, later ones do nothing. Yields the list of those that came.
+    """The first SIGINT or SIGTERM raises KeyboardInterrupt, later ones do nothing. Yields the list of those received.
 
-    Python runs a signal's handler between two instructions. While a read stalls or a kernel runs long there is no such
-    moment. So a thread hears of the signal too, through a pipe, and ends the process if it is still alive after GRACE
-    seconds.
+    Python runs a signal's handler between two instructions of the main thread. During a read that stalls or a kernel
+    that runs long there is no such moment. So a thread is told of the signal too, through a pipe, and ends the process
+    if it is still alive after GRACE seconds.
     """
-    from k3lib.system import make_nonblocking
-    _came.clear()
+    _received.clear()
     reader, writer = os.pipe()
     make_nonblocking(writer)
     hook, sys.unraisablehook = sys.unraisablehook, _hook_without_lost_signals(sys.unraisablehook)
@@ -452,27 +476,28 @@ def _stopping(command) -> Iterator[list[int]]:
     watcher = threading.Thread(target=_end_late, args=(command, reader), name="k3-signals", daemon=True)
     watcher.start()
     try:
-        yield _came
+        yield _received
     finally:
         sys.unraisablehook = hook
         signal.set_wakeup_fd(others)
-        if not _came:  # otherwise the watcher stays, in case the end of the process takes long
+        if not _received:  # otherwise the watcher stays, in case the end of the process takes long
             os.write(writer, b"\0")
             watcher.join()
-            os.close(reader), os.close(writer)
+            os.close(reader)
+            os.close(writer)
         for number, handler in before.items():
-            signal.signal(number, signal.SIG_IGN if _came else handler)
+            signal.signal(number, signal.SIG_IGN if _received else handler)
 
 
 def _receive(number, frame):
     "The signal handler."
-    if not _came:
-        _came.append(number)
+    if not _received:
+        _received.append(number)
         raise KeyboardInterrupt
 
 
 def _end_late(command, reader):
-    "The watcher's thread: wait in the pipe for a signal's number, then end the process after GRACE seconds; 0 ends it."
+    "The watching thread: read a signal's number from the pipe, then end the process after GRACE seconds; 0 ends it."
     number = os.read(reader, 1)[0]
     if number:
         time.sleep(GRACE)
@@ -485,36 +510,34 @@ def _end_late(command, reader):
 def _hook_without_lost_signals(hook):
     """sys.unraisablehook that is silent about a signal's KeyboardInterrupt.
 
-    A library drops an exception that is raised in its callback. The next _say raises this one again, so there is
-    nothing to show.
+    A library drops an exception that is raised in its callback. The next _say raises this one again, so it need not be
+    shown.
     """
+
     def shown(unraisable):
-        if not (_came and unraisable.exc_type is KeyboardInterrupt):
+        if not (_received and unraisable.exc_type is KeyboardInterrupt):
             hook(unraisable)
+
     return shown
 
 
-# From errors to exit codes
-
-
-def _exit_code(error):
-    "2 usage, config or plan refused; 4 weights unreadable or damaged; 1 anything else."
-    from k3lib.fileio import K3Error
-    if isinstance(error, K3Error):
-        return error.exit_code
-    return 2 if isinstance(error, (FileNotFoundError, NotADirectoryError)) else 1
+# Exit codes
 
 
 def main(argv: list[str] | None = None) -> int:
-    "Run one command and return its exit code: 0, what _exit_code says, or 128 plus the number of the signal that came."
+    """Run one command and return its exit code.
+
+    0; 2 usage, config or plan refused; 4 weights unreadable or damaged; 1 any other error; 128 plus the number of the
+    signal that came.
+    """
     args = _parser().parse_args(argv)
     if threading.current_thread() is not threading.main_thread():
         return _main(args, [])
-    with _stopping(args.command) as came:
-        return _main(args, came)
+    with _stopping(args.command) as received:
+        return _main(args, received)
 
 
-def _main(args, came):
+def _main(args, received):
     try:
         if sys.stdout is None:  # closed by the caller: print would lose the answer without a word
             raise OutputLost("standard output is closed")
@@ -525,18 +548,20 @@ def _main(args, came):
     except (Exception, KeyboardInterrupt) as error:
         if args.debug:
             raise
-        code, text = _outcome(error, came)
+        code, text = _outcome(error, received)
         if sys.stderr is not None:
             print(f"k3 {args.command}: {text}", file=sys.stderr)
         return code
 
 
-def _outcome(error, came):
+def _outcome(error, received):
     "(exit code, one line) for what ended a command."
-    if came or isinstance(error, KeyboardInterrupt):  # an interrupted import raises whatever it likes
-        number = came[0] if came else signal.SIGINT
-        return 128 + number, f"{STOPPING[number]} {getattr(error, 'done', '')}".rstrip()
-    code = 1
-    with contextlib.suppress(Exception):  # where an import has failed, it fails again
-        code = _exit_code(error)
-    return code, str(error) if code != 1 or isinstance(error, OutputLost) else f"{type(error).__name__}: {error}"
+    if received or isinstance(error, KeyboardInterrupt):  # an interrupted import may raise any other exception
+        number = received[0] if received else signal.SIGINT
+        done = f" {error}" if isinstance(error, Interrupted) else ""
+        return 128 + number, STOPPING[number] + done
+    if isinstance(error, K3Error):
+        return error.exit_code, str(error)
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        return 2, str(error)
+    return 1, f"{type(error).__name__}: {error}"

@@ -1,9 +1,10 @@
-"""5.3 A config that is believed, or refused
+"""5.3 A config that is accepted, or refused
 
 Made from book/05_streaming/03_config.py: edit that, then run `make export`.
 """
 
 import json
+import os
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,14 +26,14 @@ def shown(value: object) -> str:
 MAX_CONFIG_BYTES = 4_000_000
 
 
-def load_json(path: Path) -> dict:
-    "The JSON object in the file `path`. ConfigError if it has over 4 MB, nests deep or has a key twice."
+def load_json(path: str | os.PathLike[str]) -> dict:
+    "The JSON object in the file `path`. Raises ConfigError if it has over 4 MB, nests too deep or has a key twice."
     return json_object(small_file(path, MAX_CONFIG_BYTES, ConfigError), path, ConfigError)
 
 
 @dataclass
 class Reading:
-    "A config tree being read. `missing` fields and `wrong` values are collected, so that one message names them all."
+    "A config tree and the faults found in it: `missing` fields and `wrong` values, so that one message names them all."
 
     tree: dict
     missing: list[str] = field(default_factory=list)
@@ -46,7 +47,7 @@ class Reading:
         return value
 
     def need(self, path: str) -> Any:
-        "Like get, and records what is missing: the field, or the whole object that should hold it."
+        "Like get, and records a missing field: its path, or the path of the whole object that should hold it."
         value, keys = self.get(path), path.split(".")
         if value is None:
             absent = next(p for i in range(len(keys)) if self.get(p := ".".join(keys[: i + 1])) is None)
@@ -58,7 +59,7 @@ class Reading:
         return value
 
     def expect(self, path: str, found: object, expected: str) -> None:
-        "Records a fault at `path`: what was found, what was expected."
+        "Record a fault at `path`: the value found, and what was expected."
         self.wrong.append(f"{path} is {shown(found)}, expected {expected}")
 
     def whole(self, path: str, low: int, high: int) -> int | None:
@@ -78,13 +79,13 @@ class Reading:
         return None
 
     def fixed(self, path: str, expected: object) -> None:
-        "Records a fault unless the value at `path`, if there is one, is `expected` in value and type."
+        "Record a fault unless the field at `path` is absent or equals `expected` in value and type."
         found = self.get(path)
         if found is not None and (type(found) is not type(expected) or found != expected):
             self.expect(path, found, f"{shown(expected)}, the only value implemented")
 
     def either(self, name: str, needed: bool = False) -> tuple[str, Any]:
-        "Path and value of a field that may be in text_config, at the top, or in both if they agree."
+        "Path and value of a field that may stand in text_config, at the top, or in both if they agree."
         inner, outer = self.get(f"text_config.{name}"), self.get(name)
         if inner is not None and outer is not None and inner != outer:
             self.expect(name, outer, f"{shown(inner)} as in text_config.{name}")
@@ -147,7 +148,7 @@ FIXED_IF_GIVEN = {
 
 
 def check_widths(r: Reading, n: dict[str, Any]) -> None:
-    "Records faults between fields: `n` maps the names of Config to the values read, None where one was refused."
+    "Record faults between fields: `n` maps the names of Config to the values read, None where one was refused."
     text = "text_config."
     for name in ("routed_expert_hidden_size", "moe_intermediate_size"):
         if n[name] is not None and n[name] % 32:
@@ -161,7 +162,7 @@ def check_widths(r: Reading, n: dict[str, Any]) -> None:
 
 
 def check_quantization(r: Reading) -> None:
-    "Records a fault unless the experts are declared as MXFP4: 4-bit floats in groups of 32."
+    "Record a fault unless the experts are declared as MXFP4: 4-bit floats in groups of 32."
     path, quantization = r.either("quantization_config", needed=True)
     if quantization is None:
         return
@@ -190,7 +191,7 @@ def read_token_ids(r: Reading, vocab: int | None) -> dict[str, Any]:
 
 
 def read_layer_lists(r: Reading, layers: int | None) -> tuple[frozenset[int], frozenset[int]]:
-    "The KDA and MLA layers as two sets counted from 0. The lists count from 1 and must share out 1..layers."
+    "The KDA and MLA layers as two sets counted from 0. The lists count from 1; each of 1..layers must be in one."
     lists = {}
     for name in ("kda_layers", "full_attn_layers"):
         path = f"text_config.linear_attn_config.{name}"
@@ -218,7 +219,7 @@ def read_layer_lists(r: Reading, layers: int | None) -> tuple[frozenset[int], fr
 
 @dataclass(frozen=True)
 class Config:
-    "The text stack's numbers. Layers count from 0; names are config.json's, `kda_*` from linear_attn_config."
+    "The numbers of the text stack. Layers count from 0; names are config.json's, `kda_*` from linear_attn_config."
 
     vocab_size: int
     hidden_size: int
@@ -252,7 +253,7 @@ class Config:
     pad_token_id: int | None = None
 
     def layer_kind(self, L: int) -> str:
-        "'kda' or 'mla' for layer L, counted from 0."
+        "'kda' or 'mla' for layer L, counted from 0. Raises IndexError if the model has no such layer."
         if not 0 <= L < self.num_hidden_layers:
             raise IndexError(f"layer {L}: the model has layers 0..{self.num_hidden_layers - 1}")
         return "kda" if L in self.kda_layers else "mla"
@@ -262,11 +263,11 @@ class Config:
         return L < self.first_k_dense_replace
 
 
-def read_config(model_dir: str | Path) -> Config:
+def read_config(model_dir: str | os.PathLike[str]) -> Config:
     """The Config in model_dir/config.json.
 
-    Raises FileNotFoundError if there is no such folder or file, ConfigError with every missing field and every refused
-    value in one line.
+    Raises FileNotFoundError if the folder or the file does not exist, ConfigError with every missing field and every
+    refused value in one line.
     """
     folder = Path(model_dir)
     if not folder.is_dir():
@@ -292,8 +293,8 @@ def read_config(model_dir: str | Path) -> Config:
     return Config(**n)
 
 
-def is_synthetic(model_dir: str | Path) -> bool:
-    "True if the folder's config.json says that `k3 synth` made these weights up."
+def is_synthetic(model_dir: str | os.PathLike[str]) -> bool:
+    "True if the folder's config.json says that `k3 synth` made its weights."
     return "synthetic" in load_json(Path(model_dir) / "config.json")
 
 

@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 import numpy as np
 from k3lib.parallel import CORES
@@ -42,7 +41,7 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    "What a model has done so far and what that cost. Bytes are bytes, times are seconds."
+    "What a model has decoded so far, and the time, memory and reading that it took. All times are in seconds."
     model: str
     synthetic: bool
     threads: int
@@ -58,13 +57,13 @@ class Report:
     expert_requests: int
     expert_hits: int
     files: dict[str, str]  # file name -> how it is read
-    asked_bytes: int
-    kernel_bytes: int | None
-    read_bytes_per_second: float
+    asked_bytes: int  # asked of the system, in whole pages
+    kernel_bytes: int | None  # of read calls, as the system counted them
+    read_bytes_per_second: float  # of one reader, while it reads
 
     @property
     def compute_seconds(self) -> float:
-        "Seconds of forward passes in which the arithmetic did not wait for bytes."
+        "Seconds of all forward passes, less those in which the arithmetic waited for bytes."
         return self.wall_seconds - self.io_wait_seconds
 
     def as_dict(self) -> dict:
@@ -84,7 +83,7 @@ class Report:
             ("read", _by_part(self.bytes_read)),
             ("in the last step", _by_part(self.step_bytes[-1]) if self.step_bytes else "no step yet"),
             ("read calls", self._read_calls()),
-            ("experts", f"{self.expert_requests} requested, {self.expert_hits} of them resident"),
+            ("experts", f"{self.expert_requests} requested, {self.expert_hits} cache hits"),
             ("files", self._read_modes()),
             ("peak memory", self._peak()),
         ]
@@ -116,18 +115,18 @@ def _by_part(bytes_read):
 
 
 class Engine:
-    """A model that decodes under its plan, and the one sequence it is reading. Made by `load`.
+    """A model that decodes under its plan, and the one sequence that it reads. Made by `load`.
 
     One call at a time, in the process that made it: a second thread and a forked child get a RuntimeError. So does a
-    call that would go on from an interrupted forward pass, until reset() or load_state().
+    call that would go on after an interrupted forward pass, until reset() or load_state().
 
     `config`, `plan`, `tokenizer` (or None), `stop` (ids that end an answer). `chunk`: the most tokens of a forward
-    pass. `on_layer(L)` is called after every layer of every pass: a token takes seconds. `steps`: a Step for each
-    generated token.
+    pass. `on_layer(L)` is called after every layer of every pass. `steps`: a Step for each generated token.
     """
 
     def __init__(self, source: "Source", plan: Plan, files: Files, trunk: Trunk, experts: Experts, threads: int,
                  read_before: int | None):
+        "`read_before`: what read_call_bytes said before the first weight was read."
         self.source, self.plan, self.files, self.trunk, self.experts = source, plan, files, trunk, experts
         self.config, self.tokenizer, self.threads = source.config, source.tokenizer, threads
         self.chunk, self.context = plan.chunk, plan.context
@@ -137,34 +136,34 @@ class Engine:
         self.on_layer: Callable[[int], object] = lambda L: None
         self.steps: list[Step] = []
         self._wall_seconds = self._io_wait_seconds = 0.0
-        self._read_before = read_before  # what read_call_bytes said before the first weight was read
-        self._process, self._call, self._closed = os.getpid(), threading.Lock(), False
-        self._moves = 0  # grows with every call that may move the sequence
+        self._read_before = read_before
+        self._process, self._lock, self._closed = os.getpid(), threading.Lock(), False
+        self._calls = 0  # that may have moved the sequence
         self._fingerprint: str | None = None
         check_vectors(self.config, trunk, files)
         self.model = Model(self.config, self._embedding, trunk.weight, experts, threads)
         self.sequence = Sequence(self.config, self.context)
 
     @contextlib.contextmanager
-    def _alone(self):
-        "A call that reads or moves the sequence. RuntimeError in a forked process, when closed, during another call."
+    def _exclusive(self):
+        "For a call that reads or moves the sequence. RuntimeError in a forked child, when closed, during another call."
         if os.getpid() != self._process:
-            raise RuntimeError(f"this model belongs to process {self._process}, whose readers this one, forked from "
-                               "it, has not: load one here")
+            raise RuntimeError(f"this model belongs to process {self._process}, and a forked process has none of its "
+                               "readers: load a model here")
         if self._closed:
             raise RuntimeError("this model is closed: load one")
-        if not self._call.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             raise RuntimeError("another call of this model is under way: one at a time, so load a model for each "
                                "thread")
         try:
-            self._moves += 1
+            self._calls += 1
             yield
         finally:
-            self._call.release()
+            self._lock.release()
 
     def _check_complete(self):
         if not self.sequence.complete:
-            raise RuntimeError("a pass was broken off, so some layers have read a token that others have not: "
+            raise RuntimeError("a forward pass was interrupted, so some layers have read tokens that others have not: "
                                "reset() or load_state() first")
 
     def prefill(self, ids: Iterable[int] | int) -> np.ndarray:
@@ -172,21 +171,21 @@ class Engine:
         return self.forward(ids, last_only=True)[-1]
 
     def step(self, token: int) -> np.ndarray:
-        "Read one id; logits float32 [vocab]."
+        "Read one id; logits float32 [vocab]. Raises what forward raises."
         return self.prefill([token])
 
     def forward(self, ids: Iterable[int] | int, last_only: bool = False, watch: Callable | None = None) -> np.ndarray:
         """Read `ids`; logits float32 [T, vocab], or [1, vocab] of the last one. The bits do not depend on `chunk`.
 
-        `watch(name, layer, value)` is shown what Model.forward shows, a chunk at a time. Raises UsageError for ids that
-        are none or do not fit the context, and CheckpointError for weights that cannot be read or are damaged.
+        `watch(name, layer, value)` is shown what Model.forward shows, a chunk at a time. Raises UsageError for values
+        that are no ids or do not fit the context, and CheckpointError for weights that cannot be read or are damaged.
         """
-        with self._alone():
-            ids = self._checked(ids)
+        with self._exclusive():
+            tokens = self._checked(ids)
             began, waited, rows = time.perf_counter(), self._waited(), []
-            for first in range(0, len(ids), self.chunk):
-                chunk = ids[first:first + self.chunk]
-                wanted = len(chunk) if not last_only else int(first + len(chunk) == len(ids))
+            for first in range(0, len(tokens), self.chunk):
+                chunk = tokens[first:first + self.chunk]
+                wanted = len(chunk) if not last_only else int(first + len(chunk) == len(tokens))
                 rows.append(self._pass(chunk, wanted, watch))
             self.files.check()
             self._wall_seconds += time.perf_counter() - began
@@ -211,7 +210,7 @@ class Engine:
         return self.trunk.wait_seconds + self.experts.wait_seconds
 
     def _checked(self, ids):
-        "The ids as a list of int. Raises UsageError for what is no id or does not fit, RuntimeError before a reset."
+        "The ids as a list of int. Raises UsageError for a value that is no id or does not fit, and RuntimeError."
         self._check_complete()
         ids = list(ids) if isinstance(ids, Iterable) and not isinstance(ids, (str, bytes)) else [ids]
         if not ids:
@@ -230,7 +229,7 @@ class Engine:
         """Greedy decoding of a new sequence: yields up to `max_new_tokens` ids, the last an end id if one comes.
 
         `on_logits` is shown each step's logits, float32 [vocab]. An engine has one sequence: if another call has moved
-        it since the last token, this generator ends with a RuntimeError.
+        it since the last token, this generator ends with a RuntimeError. Raises what forward raises.
         """
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 30)
         self.reset()
@@ -243,12 +242,13 @@ class Engine:
             self.steps.append(Step(token, time.perf_counter() - began, bytes_read))
             if on_logits is not None:
                 on_logits(logits)
-            moves = self._moves
+            calls = self._calls
             yield token
             if token in self.stop:
                 return
-            if self._moves != moves:
-                raise RuntimeError("the model has begun or read another sequence since: one sequence at a time")
+            if self._calls != calls:
+                raise RuntimeError("the model has begun or read another sequence since the last token: one sequence "
+                                   "at a time")
             unread = [token]
 
     @property
@@ -258,27 +258,27 @@ class Engine:
 
     def reset(self) -> None:
         "Forget the sequence: zero KDA states, empty KV caches, position 0."
-        with self._alone():
+        with self._exclusive():
             self.sequence.reset()
 
     def save_state(self, file: str | os.PathLike) -> None:
         "Write the sequence to `file`, whole or not at all: a safetensors file (5.20). Raises OSError."
-        with self._alone():
+        with self._exclusive():
             self._check_complete()
             save_sequence(file, self.sequence, self.fingerprint())
 
     def load_state(self, file: str | os.PathLike) -> None:
         """Go on with the sequence that save_state has written to `file`, at any budget, number of threads and context.
 
-        Raises FileNotFoundError, StateError for a file that is damaged or of another model or version, UsageError if
-        the context is too small; the sequence has not changed then. A file that changes or fails during the second
-        reading leaves a sequence to be reset.
+        Raises FileNotFoundError; StateError for a file that is damaged, or of another model or version; UsageError if
+        the context is too small. The sequence has not changed then, unless the file was changed or could not be read
+        during its second reading: that leaves a sequence to be reset.
         """
-        with self._alone():
+        with self._exclusive():
             load_sequence(file, self.sequence, self.fingerprint())
 
     def fingerprint(self) -> str:
-        "What saved states call this model (5.20.2), in hex. The first call reads a row of every matrix."
+        "The name of this model in saved states (5.20.2), in hex. The first call reads a row of every matrix."
         if self._fingerprint is None:
             tensors = ((name, extent, self._first_row(name, extent)) for name, extent in self.source.extents.items())
             self._fingerprint = model_fingerprint(self.config, tensors)
@@ -360,7 +360,7 @@ def check_vocabulary(ids: Iterable[int], config: Config) -> None:
 
 
 def not_finite_in(files: Files, extent: Extent, name: str, begin: int, end: int) -> str | None:
-    "What is wrong in rows begin..end of a tensor, one line, or None: its first infinity, NaN or E8M0 scale of 255."
+    "One line on the first infinity, NaN or E8M0 scale of 255 in rows begin..end of a tensor, or None if all is finite."
     rows = files.array(extent, "other", begin, end - begin)
     values = bf16_to_float32(rows) if extent.dtype == "BF16" else rows
     bad = rows == 255 if extent.dtype == "U8" else ~np.isfinite(values)
@@ -382,7 +382,7 @@ def check_vectors(config: Config, trunk: Trunk, files: Files) -> None:
 
 
 class Source(NamedTuple):
-    "A checkpoint's folder, read as far as its headers."
+    "What is known of a model from config, headers and vocabulary, before any weight is read."
     path: str
     config: Config
     checkpoint: Checkpoint
@@ -398,7 +398,10 @@ class Source(NamedTuple):
 
 
 def open_source(path: str | os.PathLike, trunk: str | os.PathLike | None) -> Source:
-    "Read and check a checkpoint's config, headers and tokenizer, and the headers of a packed trunk in folder `trunk`."
+    """Read and check a checkpoint's config, headers and vocabulary, and a packed trunk's headers in folder `trunk`.
+
+    Raises ConfigError, CheckpointError, TokenizerError and FileNotFoundError.
+    """
     config, checkpoint = read_config(path), Checkpoint(path)
     check_tensors(config, checkpoint)
     order = list(forward_order(config))
@@ -408,16 +411,16 @@ def open_source(path: str | os.PathLike, trunk: str | os.PathLike | None) -> Sou
 
 
 def start(source: Source, plan: Plan, threads: int, progress: Callable[[int], object] | None) -> Engine:
-    "Read what the plan pins, start the readers, and return the Engine that owns them."
-    with contextlib.ExitStack() as undo:
+    "Read the tensors that stay in memory, start the readers, and return the Engine that owns both."
+    with contextlib.ExitStack() as opened:
         files, read_before = Files(source.trunk.fingerprints), read_call_bytes()
-        undo.callback(files.close)
+        opened.callback(files.close)
         trunk = Trunk(plan.layout.trunk, files, progress)
-        undo.callback(trunk.close)
+        opened.callback(trunk.close)
         experts = Experts(plan.layout.experts, source.expert_extents, files)
-        undo.callback(experts.close)
+        opened.callback(experts.close)
         engine = Engine(source, plan, files, trunk, experts, threads, read_before)
-        undo.pop_all()
+        opened.pop_all()  # closes nothing: the engine will
         return engine
 
 
@@ -425,19 +428,18 @@ def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLi
          threads: int | None = None, *, context: int = 1024, prompt_tokens: int | None = None,
          readers: int | None = None, on_plan: Callable[[Plan], object] | None = None,
          progress: Callable[[int], object] | None = None) -> Engine:
-    """An Engine for the checkpoint in folder `path`.
+    """An Engine that decodes the checkpoint in folder `path`.
 
-    `ram`: bytes of memory that this process may hold ("8GB", "1GiB", an int).
+    `ram`: the most memory that this process may hold, in bytes or as text ("8GB", "1GiB"). The memory that the process
+    already holds is part of it, that of other models included. Two loads at the same time do not see each other's
+    plans. `context`: positions for which there is room. `prompt_tokens`: the longest prompt, if known; a prefill chunk
+    is never longer. `trunk`: a folder that `k3 pack` has filled from this checkpoint; the trunk is read from there.
 
-    What it holds already counts, other models too. Two models that load at the same time do not know of each
-    other.
+    `threads`: threads of arithmetic, all cores if None. `readers`: threads that read, never fewer than `threads`;
+    `k3 plan --measure` says how many the device can use. `on_plan(plan)` is called before anything large is allocated,
+    `progress(nbytes)` after each tensor that is pinned.
 
-    `trunk`: a folder that `k3 pack` has filled from this checkpoint, to read the trunk from. `threads`: threads of
-    arithmetic, all cores if None. `context`: positions for which there must be room. `prompt_tokens`: the longest
-    prompt, if known: the prefill chunk need not be larger. `readers`: threads that read, at least one for each thread
-    of arithmetic; see `k3 plan --measure`. `on_plan` is shown the Plan before anything large is allocated, `progress`
-    the bytes of each tensor pinned. Raises ConfigError, CheckpointError, TokenizerError, UsageError and
-    FileNotFoundError.
+    Raises ConfigError, CheckpointError, TokenizerError, PlanError, UsageError and FileNotFoundError.
     """
     return_freed_memory()
     budget = parse_size(ram)

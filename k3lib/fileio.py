@@ -7,7 +7,7 @@ import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -17,7 +17,7 @@ from k3lib.system import pread, sync_folder
 
 
 class K3Error(Exception):
-    "Any error that this package explains in one line. `exit_code` is what the command line ends with."
+    "Any error that this package explains in one line. `exit_code` is the exit code of the command line."
 
     exit_code = 1
 
@@ -34,13 +34,16 @@ class CheckpointError(K3Error):
     exit_code = 4
 
 
-READ_MAX = 1 << 30  # bytes asked of one call: Linux delivers at most 2 GiB - 4 KiB, macOS refuses more than 2 GiB
+READ_MAX = 1 << 30  # bytes asked of one call: Linux reads at most 2 GiB - 4 KiB, macOS refuses more than 2 GiB
 
 
-def read_exactly(file: FileIO, view: bytearray | memoryview, offset: int, where: str | Path) -> None:
-    """Fill the writable bytes `view` from byte `offset` of the unbuffered `file`; `where` names the bytes in an error.
+def read_exactly(
+    file: BinaryIO, view: bytearray | memoryview, offset: int, where: str | os.PathLike[str]
+) -> None:
+    """Fill the writable bytes `view` from byte `offset` of `file`; `where` names the bytes in an error message.
 
-    Raises CheckpointError if the file ends early, cannot be read, or was closed.
+    The file's position and its buffer, if it has any, are not used. Raises CheckpointError if the file ends early,
+    cannot be read, or is closed.
     """
     view, done = memoryview(view), 0
     try:
@@ -53,8 +56,8 @@ def read_exactly(file: FileIO, view: bytearray | memoryview, offset: int, where:
                               "the file ends there")
 
 
-def _open(path: str | Path) -> FileIO:
-    "The file at `path`, open and unbuffered. OSError if it is no regular file; FileNotFoundError if there is none."
+def _open(path: str | os.PathLike[str]) -> FileIO:
+    "The file at `path`, open and unbuffered. Raises OSError if it is not a regular file, FileNotFoundError if absent."
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -64,7 +67,7 @@ def _open(path: str | Path) -> FileIO:
     return open(path, "rb", buffering=0)
 
 
-def open_shard(path: str | Path) -> FileIO:
+def open_shard(path: str | os.PathLike[str]) -> FileIO:
     "The file at `path`, open and unbuffered. Raises CheckpointError if it cannot be opened."
     try:
         return _open(path)
@@ -72,10 +75,10 @@ def open_shard(path: str | Path) -> FileIO:
         raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from None
 
 
-def small_file(path: str | Path, most: int, error: type[Exception]) -> bytes:
-    """All bytes of a file of 1 to `most`. Its size is judged before the first byte is read.
+def small_file(path: str | os.PathLike[str], most: int, error: type[Exception]) -> bytes:
+    """All bytes of a file that has 1 to `most` of them. The size is checked before the first byte is read.
 
-    Raises FileNotFoundError if there is no such file, `error` if its size is another or it cannot be read.
+    Raises FileNotFoundError if the file does not exist, `error` if it has another size or cannot be read.
     """
     try:
         with _open(path) as file:
@@ -93,7 +96,7 @@ DEPTH_MAX = 16  # lists and objects inside one another: a header has 3, a config
 
 
 def shown_value(value: object) -> str:
-    "A value out of a file for an error message: one line of at most 120 characters."
+    "A value from a file as text for an error message: one line of at most 120 characters."
     text = repr(value)
     return text if len(text) <= 120 else text[:117] + "..."
 
@@ -107,15 +110,17 @@ def _is_deep(tree: dict) -> bool:
     return bool(level)
 
 
-def json_object(text: bytes | bytearray, where: str | Path, error: type[Exception] = CheckpointError) -> dict:
-    """The JSON object in the bytes `text`, which `where` names in a message.
+def json_object(
+    text: bytes | bytearray, where: str | os.PathLike[str], error: type[Exception] = CheckpointError
+) -> dict:
+    """The JSON object in the bytes `text`; `where` names the text in an error message.
 
-    Raises `error` if the text is no JSON object in UTF-8, has a name twice in one object, or nests more than
+    Raises `error` if the text is not a JSON object in UTF-8, has a name twice in one object, or nests more than
     DEPTH_MAX deep.
     """
     def unique(pairs):
         found = dict(pairs)
-        "".join(found).encode("utf-8")  # half a surrogate pair is JSON, but a name of it could not be printed
+        "".join(found).encode("utf-8")  # half a surrogate pair is valid JSON, but a name with one cannot be printed
         if len(found) < len(pairs):
             twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
             raise error(f"{where}: name {shown_value(twice)} found twice, expected once")
@@ -138,13 +143,13 @@ Fingerprint = tuple[int, int, int, int]
 
 
 def fingerprint(status: os.stat_result) -> Fingerprint:
-    "(device, inode, bytes, time of the last write in ns) of an os.stat: another once a file is replaced or written to."
+    "(device, inode, bytes, time of the last write in ns) from an os.stat. Replacing or writing the file changes it."
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 @contextmanager
-def writing(path: str | Path) -> Iterator[BinaryIO]:
-    "open(path, 'wb') for a `with` block. An OSError names the file and the byte at which it could not be written."
+def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    "open(path, 'wb') for a `with` block. An OSError names the file and the byte at which writing failed."
     file = open(path, "wb")
     try:
         yield file
@@ -153,16 +158,18 @@ def writing(path: str | Path) -> Iterator[BinaryIO]:
         place = f"{path}: writing at byte {os.lseek(file.fileno(), 0, os.SEEK_CUR):,} failed: {error.strerror}"
         raise OSError(error.errno, place) if error.filename is None else error from None
     finally:
-        with suppress(OSError):  # bytes that could not be written above cannot be written by close() either
+        with suppress(OSError):  # close() tries once more to write what flush() could not
             file.close()
 
 
 @contextmanager
-def whole_file(path: str | Path, check=None) -> Iterator[BinaryIO]:
+def whole_file(
+    path: str | os.PathLike[str], check: Callable[[Path], object] | None = None
+) -> Iterator[BinaryIO]:
     """writing() for a `with` block, to a file that is complete and on the disk before it gets the name `path`.
 
-    `check(part)`, if given, is called with the path of the complete file before it gets its name. If anything raises,
-    the old file at `path` stays as it was and nothing else is left.
+    `check(part)`, if given, is called with the path of the complete file before it gets its name. If the block or
+    `check` raises, the old file at `path` stays as it was and the new one is removed.
     """
     path = Path(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")

@@ -20,7 +20,7 @@ from k3lib.tensors import EXPERT_PATTERN, join_name, split_name
 
 HEADER_MAX = 100_000_000  # bytes: the safetensors library's own cap
 PLAIN_MAX = 16_000_000  # bytes of a header that is read entry by entry; the longest of the release has 0.82 MB
-RANK_MAX = 32  # axes that every numpy's arrays can have
+RANK_MAX = 32  # axes that an array may have in every version of numpy
 
 ARRAY_DTYPES = {
     "BF16": "<u2", "F32": "<f4", "U8": "u1", "F16": "<f2", "F64": "<f8", "BOOL": "u1", "I8": "i1", "I16": "<i2",
@@ -31,7 +31,7 @@ ITEMSIZE = {dtype: np.dtype(code).itemsize for dtype, code in ARRAY_DTYPES.items
 
 
 def header_bytes(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
-    "Length and padded JSON of the header of a file that holds `tensors`, (name, dtype, shape), one behind the other."
+    "The length and the padded JSON of the header of a file that holds `tensors`, (name, dtype, shape), in this order."
     entries: dict[str, dict] = {}
     at = 0
     for name, dtype, shape in tensors:
@@ -44,7 +44,7 @@ def header_bytes(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
 
 
 def braced_object(text: bytes | bytearray, where: str) -> dict:
-    "json_object of `text`, which must begin with the brace itself: the format allows no space before it."
+    "json_object of `text`, which `where` names, and which must begin with the brace: the format allows no space there."
     if text[:1] != b"{":
         raise CheckpointError(f"{where} begins with {bytes(text[:1])!r}, expected the '{{' of a JSON object")
     return json_object(text, where)
@@ -59,7 +59,7 @@ def tensor_fault(where: str, name: str, found: str, expected: str) -> Checkpoint
 
 
 def _naturals(value: object) -> bool:
-    "Is `value` a list of whole numbers below 2^63? True does not count as the number 1."
+    "Is `value` a list of whole numbers below 2^63? The value True does not count as the number 1."
     if type(value) is not list:
         return False
     for n in value:
@@ -72,7 +72,7 @@ Entry = tuple[str, str, tuple[int, ...], int, int]  # name, dtype, shape, begin,
 
 
 def _entry(where: str, name: str, entry: Any) -> Entry:
-    "(name, dtype, shape, begin, end) from a header's `entry`."
+    "(name, dtype, shape, begin, end) from a header's `entry`. Raises CheckpointError."
     if type(entry) is not dict or entry.keys() != _FIELDS:
         raise tensor_fault(where, name, f"found {shown_value(entry)}", "an object of dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -102,7 +102,8 @@ def _metadata_checked(entries: dict, where: str) -> dict:
 def parse_header(text: bytes | bytearray, data_bytes: int, where: str) -> list[Entry]:
     """[(name, dtype, shape, begin, end)] in the order of the data, from a header's JSON bytes `text`.
 
-    `data_bytes` is what the file holds behind the header, `where` names the file in a message. Raises CheckpointError.
+    `data_bytes` is the number of bytes in the file after the header, `where` names the file in a message. Raises
+    CheckpointError.
     """
     if len(text) > PLAIN_MAX:
         raise CheckpointError(f"{where}: header of {len(text):,} bytes is not plainly right, "
@@ -167,13 +168,13 @@ class HeaderColumns(NamedTuple):
 
 
 def quick_header(text: bytes | bytearray, data_bytes: int) -> HeaderColumns | None:
-    """What parse_header gives, as columns in the order of the text.
+    """The entries that parse_header returns, as columns in the order of the text.
 
-    None if parse_header has to look: the text is damaged, or good but not written the usual way.
+    None if the text is damaged or not written the usual way; then parse_header must read it.
     """
     try:
-        pieces = _ENTRY.split(text.decode("utf-8"))
-        between, names, kinds, *offsets = (pieces[i::5] for i in range(5))
+        texts = _ENTRY.split(text.decode("utf-8"))
+        between, names, kinds, *offsets = (texts[i::5] for i in range(5))
         front, back = between[0], between[-1].rstrip(" ")  # '{', perhaps '"__metadata__":{...},'; and '}'
         if front != "{" and (front[-2:] != "}," or parse_header((front[:-1] + "}").encode(), 0, "")):
             return None
@@ -197,26 +198,26 @@ NUMBER_MASK = (1 << NUMBER_BITS) - 1
 _LINES = re.compile(f"(?:{re.escape(EXPERT_PATTERN)})?(.*)\n".replace(r"\#", "(0|[1-9][0-9]{0,5})"))
 
 
-def key_of(number, first, second):
-    "The sort key of pattern `number` and a name's two numbers, -1 for none: an int, or int64 arrays that broadcast."
+def key_of(number: Any, first: Any, second: Any) -> Any:
+    "The sort key of pattern `number` and a name's two numbers, -1 for none: ints, or int64 arrays that broadcast."
     return (number << NUMBER_BITS | first + 1) << NUMBER_BITS | second + 1
 
 
 def keys_of(names: list[str], number: Callable[[str], int]) -> np.ndarray:
     "The sort keys of `names`, int64 [names]: key_of split_name, with `number(pattern)` for the pattern's number."
     text = "\n".join(names) + "\n"
-    pieces = _LINES.split(text)
-    layer, expert, rest = (pieces[i::4] for i in (1, 2, 3))
-    if "#" in text or len(rest) != len(names):  # a name with a '#' or a line's end of its own
-        layer = expert = rest = [None] * len(names)
-    singly = [i for i, digits in enumerate(layer) if digits is None]
-    for i in singly:
-        rest[i] = None
+    texts = _LINES.split(text)
+    layer, expert, ending = (texts[i::4] for i in (1, 2, 3))
+    if "#" in text or len(ending) != len(names):  # a name has a '#' or a line feed of its own
+        layer = expert = ending = [None] * len(names)
+    one_by_one = [i for i, digits in enumerate(layer) if digits is None]
+    for i in one_by_one:
+        ending[i] = None
     value = {digits: int(digits or -1) for digits in {*layer, *expert}}
-    pattern = {end: 0 if end is None else number(EXPERT_PATTERN + end) for end in dict.fromkeys(rest)}
-    columns = (pattern, rest), (value, layer), (value, expert)
+    pattern = {end: 0 if end is None else number(EXPERT_PATTERN + end) for end in dict.fromkeys(ending)}
+    columns = (pattern, ending), (value, layer), (value, expert)
     keys = key_of(*(np.fromiter(map(table.get, column), np.int64) for table, column in columns))
-    for i in singly:
+    for i in one_by_one:
         name, *numbers = split_name(names[i])
         keys[i] = key_of(number(name), *numbers)
     return keys
@@ -234,10 +235,13 @@ class Extent(NamedTuple):
 class TensorIndex:
     """Where the tensors of a checkpoint's files lie: one row a tensor, 24 bytes, sorted by key.
 
-    add() takes one file after another, complete() is called once after the last; then nothing changes any more, and any
-    thread may ask. Before complete() there are no columns. By row: `key` int64 (key_of a name), `offset` int64
-    (from the start of the file), `kind` int32 (a place in `kinds`), `shard` int32 (a place in `files`).
+    add() is called for each file, then complete() once. Before complete() the index has no columns; after it, the index
+    never changes, and any thread may use it.
     """
+    key: np.ndarray  # int64 [tensors]: key_of the name
+    offset: np.ndarray  # int64 [tensors]: from the start of the file
+    kind: np.ndarray  # int32 [tensors]: a place in `kinds`
+    shard: np.ndarray  # int32 [tensors]: a place in `files`
 
     def __init__(self) -> None:
         self.files: list[str] = []
@@ -251,7 +255,7 @@ class TensorIndex:
     def add(self, file: str, start: int, size: int, text: bytes | bytearray) -> None:
         """Add the tensors of a file of `size` bytes: its header's JSON is `text`, its data begin at byte `start`.
 
-        Raises CheckpointError if the header is not believed.
+        Raises CheckpointError if the header is damaged.
         """
         columns = quick_header(text, size - start)
         if columns is None:
@@ -294,7 +298,7 @@ class TensorIndex:
         return join_name(self.patterns[key >> 2 * NUMBER_BITS], first - 1, second - 1)
 
     def row(self, pattern: str, first: int, second: int) -> int:
-        "The row of a name that split_name took apart, or -1."
+        "The row of the tensor whose name split_name split into these three, or -1 if there is none."
         number = self._number.get(pattern)
         if number is None or not (-1 <= first < NUMBER_MASK and -1 <= second < NUMBER_MASK):
             return -1
@@ -303,7 +307,7 @@ class TensorIndex:
         return row if row < len(self) and self.key[row] == key else -1
 
     def rows_of(self, names: list[str]) -> np.ndarray:
-        "The row of each of `names`, int64, -1 where there is none."
+        "The row of each of `names`, int64 [names], -1 for a name that no tensor has."
         return self._rows(keys_of(names, lambda pattern: self._number.get(pattern, -1)))
 
     def _rows(self, keys: np.ndarray) -> np.ndarray:
@@ -311,7 +315,7 @@ class TensorIndex:
         return np.where(self.key.searchsorted(keys, "right") > row, row, -1)
 
     def extent(self, row: int) -> Extent:
-        "The Extent of the tensor in a row >= 0."
+        "The Extent of the tensor in a row, which must not be -1."
         dtype, shape, nbytes = self.kinds[self.kind[row]]
         return Extent(self.files[self.shard[row]], int(self.offset[row]), nbytes, dtype, shape)
 
@@ -324,16 +328,16 @@ class TensorIndex:
         return np.lexsort((self.offset, self.shard))
 
     def kinds_of(self, pattern: str, layers: Sequence[int], experts: Sequence[int]) -> set:
-        """{(dtype, shape)} of the tensors with `pattern` and any pair of numbers from two lists, -1 as in split_name.
+        """{(dtype, shape)} of the tensors with `pattern` and each pair of numbers from the two lists.
 
-        None is among them if a tensor is absent.
+        -1 stands for no number, as in split_name. The set holds None if one of these tensors is absent.
         """
         number = self._number.get(pattern, -1)
         rows = self._rows(key_of(number, np.array(layers, np.int64)[:, None], np.array(experts, np.int64)).ravel())
         return {None if kind < 0 else self.kinds[kind][:2] for kind in np.unique(np.append(self.kind, -1)[rows])}
 
     def count_of(self, prefix: str) -> int:
-        "How many tensors have a name that begins with `prefix`, in which there is no number."
+        "How many tensors have a name that begins with `prefix`, which must not hold a number."
         begins = np.array([pattern.startswith(prefix) for pattern in self.patterns], bool)
         return int(begins[self.key >> 2 * NUMBER_BITS].sum())
 

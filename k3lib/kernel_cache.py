@@ -125,7 +125,7 @@ class KernelCache(NullCache):
                 old.unlink(missing_ok=True)
 
 
-F = TypeVar("F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Callable[..., Any])
 _KERNEL = {"nogil": True, "error_model": "numpy"}
 _INNER = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False}
 
@@ -139,17 +139,16 @@ def _compiled(function, options):
     return compiled
 
 
-def kernel(function: F) -> F:
+def kernel(function: _F) -> _F:
     "Compile a function that Python calls. It releases the GIL, and the machine code of k3lib's own is kept on disk."
     return _compiled(function, _KERNEL)
 
 
-def inner(function: F) -> F:
+def inner(function: _F) -> _F:
     "Compile a function that only kernels call. It owns no array and counts no references, and is kept as `kernel` is."
     return _compiled(function, _KERNEL | _INNER)
 
 
 __all__ = [
-    "SOURCES", "source_digest", "cache_folders", "say_uncached", "MAX_ENTRIES", "KernelCache", "F", "kernel",
-    "inner",
+    "SOURCES", "source_digest", "cache_folders", "say_uncached", "MAX_ENTRIES", "KernelCache", "kernel", "inner",
 ]

@@ -394,13 +394,14 @@ class PackedMatrix(NamedTuple):
 class NotFinite(ArithmeticError):
     """An infinity or a NaN where a finite number must come out.
 
-    `rows`: (first, end) of the rows of the matrix behind it, None if no matrix is. `matrix`: which matrix, if the layer
-    that multiplies is the only one to know.
+    `rows`: (first, end) of the rows of the matrix behind it, None if no matrix is. `matrix`: which matrix of an expert
+    it is, if the layer that multiplies is the only one to know. `tensor`: the name of the weight that was used last,
+    "" until the model fills it in, because layers know no names.
     """
 
-    def __init__(self, message: str, rows: tuple[int, int] | None = None, matrix: Any = None) -> None:
+    def __init__(self, message: str, rows: tuple[int, int] | None = None, matrix: Any = None, tensor: str = "") -> None:
         super().__init__(message)
-        self.rows, self.matrix = rows, matrix
+        self.rows, self.matrix, self.tensor = rows, matrix, tensor
 
 
 _INFINITE = np.int32(0x7f800000)  # infinity's bits, and below every NaN's; signs aside

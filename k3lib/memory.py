@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from k3lib.system import machine_free_bytes
-from k3lib.fileio import UsageError
+from k3lib.fileio import UsageError, shown_value
 
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -19,7 +19,7 @@ def parse_size(text: str | int) -> int:
     "Bytes of '8GB' (8e9), '8GiB' (2^33), '900MB' or a whole number. Raises UsageError."
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if not match or match[2].upper() not in UNITS:
-        raise UsageError(f"{text!r} is not a size: write it like 8GB (8e9 bytes) or 8GiB (2^33)")
+        raise UsageError(f"{shown_value(text)} is not a size: write it like 8GB (8e9 bytes) or 8GiB (2^33)")
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
@@ -32,22 +32,33 @@ def shown_size(n: int | float) -> str:
 
 
 def whole_number(name: str, value: Any, low: int, high: int) -> int:
-    "`value` as an int from `low` to `high`. Raises UsageError naming the argument."
+    "`value` as an int from `low` to `high`. Raises UsageError, which says `name`, what was found and what is expected."
     try:
         number = int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = None
     if number is None or isinstance(value, float) and value != number or not low <= number <= high:
-        raise UsageError(f"{name} is {value!r}: a whole number from {low} to {high} is needed")
+        raise UsageError(f"{name} is {shown_value(value)}: a whole number from {low} to {high} is needed")
     return number
 
 
-# Per version of cgroups: the folder of the memory controller, the files for limit and usage, and the line of memory.stat
-# that counts page cache which has not been used lately.
+# Per version of cgroups: the folder of the memory controller, the files for limit and usage, and the line of
+# memory.stat that counts inactive page cache.
 CGROUPS = {
     1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("", "memory.max", "memory.current", "inactive_file"),
 }
+
+
+def _group_free(group, version):
+    "Free bytes of the cgroup in folder `group`, or None if it has no limit or cannot be read."
+    _, limit_file, usage_file, inactive = CGROUPS[version]
+    try:
+        limit, usage = ((group / name).read_text().strip() for name in (limit_file, usage_file))
+        stat = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    return None if limit == "max" else int(limit) - int(usage) + int(stat.get(inactive, 0))
 
 
 def cgroup_free(membership: str | Path = "/proc/self/cgroup", root: str | Path = "/sys/fs/cgroup") -> Iterator[int]:
@@ -71,19 +82,11 @@ def cgroup_free(membership: str | Path = "/proc/self/cgroup", root: str | Path =
                 break
 
 
-def _group_free(group, version):
-    "Free bytes of one cgroup, or None if it has no limit or cannot be read."
-    _, limit_file, usage_file, cold = CGROUPS[version]
-    try:
-        limit, usage = ((group / name).read_text().strip() for name in (limit_file, usage_file))
-        stat = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
-    except OSError:
-        return None
-    return None if limit == "max" else int(limit) - int(usage) + int(stat.get(cold, 0))
-
-
 def available_bytes() -> int | None:
-    "Bytes this process can still have: the machine's free memory or its cgroups', whichever is least; None if not told."
+    """Bytes that this process can still take: the least of the machine's free memory and its cgroups' free bytes.
+
+    None where the system does not tell.
+    """
     free = machine_free_bytes()
     return None if free is None else min([free, *cgroup_free()])
 

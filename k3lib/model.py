@@ -4,15 +4,17 @@ Made from book/05_streaming/08_model.py: edit that, then run `make export`.
 """
 
 from collections.abc import Callable, Sequence as Ids
-from typing import Protocol
+from typing import Any, Protocol
+
 import numpy as np
-from k3lib.matmul import NotFinite, linear
+
+from k3lib.config import Config
 from k3lib.functions import rms_norm
 from k3lib.kda import KDAShape, kda_layer, kda_state
+from k3lib.matmul import NotFinite, linear
 from k3lib.mla import MLAShape, mla_cache, mla_layer
+from k3lib.moe import LayerExperts, MoEShape, Situ, dense_mlp, moe_layer
 from k3lib.residual import mix
-from k3lib.moe import MoEShape, Situ, dense_mlp, moe_layer
-from k3lib.config import Config
 from k3lib.tensors import ATTENTION_NORMS, FFN_NORMS, FINAL, HEAD, layer_parts, tensor_name
 
 
@@ -29,7 +31,7 @@ def mla_shape(config: Config) -> MLAShape:
 
 
 def moe_shape(config: Config) -> MoEShape:
-    "The numbers of the feed-forward halves of a model."
+    "The numbers of the MoE layers of a model; dense layers use its `situ`."
     c = config
     situ = Situ(c.activation_situ_beta, c.activation_situ_linear_beta)
     return MoEShape(c.num_experts_per_token, c.routed_scaling_factor, situ, c.rms_norm_eps)
@@ -43,14 +45,14 @@ class Sequence:
     use. `complete`: False while a forward pass is under way, and after one that did not reach its end.
     """
 
-    def __init__(self, config: Config, context: int):
+    def __init__(self, config: Config, context: int) -> None:
         self.config, self.context = config, context
         self.reset()
 
     def reset(self) -> None:
         "Forget everything: zero KDA states, empty KV caches, position 0."
         self.complete, self.position = False, 0
-        self.layers = None  # the old arrays go before the new ones come: the budget has room for one set
+        self.layers: list[Any] = []  # the old arrays go before the new ones come: the budget has room for one set
         self.layers = [self._empty_state(L) for L in range(self.config.num_hidden_layers)]
         self.complete = True
 
@@ -63,7 +65,7 @@ class Sequence:
 class ResidualStream:
     "The residual stream of one forward pass: `sources` float32 [blocks + 1, T, H], of which `n` are finished blocks."
 
-    def __init__(self, tokens: int, config: Config):
+    def __init__(self, tokens: int, config: Config) -> None:
         blocks = -(-config.num_hidden_layers // config.attn_res_block_size)
         self.sources = np.empty((blocks + 1, tokens, config.hidden_size), np.float32)
         self.n, self.eps = 0, config.rms_norm_eps
@@ -71,7 +73,7 @@ class ResidualStream:
 
     @property
     def running_sum(self) -> np.ndarray:
-        "float32 [T, H], a view."
+        "The running sum, float32 [T, H]: a view of `sources`."
         return self.sources[self.n]
 
     def end_block(self, y: np.ndarray) -> None:
@@ -89,10 +91,10 @@ class ResidualStream:
 class PassWeights:
     "The weights of one forward pass. `last`: the name of the tensor that was taken last."
 
-    def __init__(self, weight: Callable):
-        self._weight, self.last = weight, None
+    def __init__(self, weight: Callable[[str], Any]) -> None:
+        self._weight, self.last = weight, ""
 
-    def take(self, name: str):
+    def take(self, name: str) -> Any:
         "A matrix or a float32 vector of the checkpoint, by its full name."
         self.last = name
         return self._weight(name)
@@ -105,17 +107,17 @@ class PassWeights:
 class PartWeights:
     "The weights of one part of one layer: a mapping from short names to matrices and float32 vectors."
 
-    def __init__(self, weights: PassWeights, L: int, part: str):
+    def __init__(self, weights: PassWeights, L: int, part: str) -> None:
         self._weights, self._layer, self._part = weights, L, part
 
-    def __getitem__(self, short: str):
+    def __getitem__(self, short: str, /) -> Any:
         return self._weights.take(tensor_name(self._layer, self._part, short))
 
 
 class RoutedExperts(Protocol):
     "Where the routed experts come from."
 
-    def layer(self, L: int):
+    def layer(self, L: int) -> LayerExperts:
         "The experts of layer L, as moe_layer takes them."
 
 
@@ -127,17 +129,19 @@ class Model:
     threads of arithmetic. A model has no state: what a sequence carries is in its Sequence.
     """
 
-    def __init__(self, config: Config, embedding: Callable, weight: Callable, experts: RoutedExperts, threads: int):
+    def __init__(self, config: Config, embedding: Callable[[int], np.ndarray], weight: Callable[[str], Any],
+                 experts: RoutedExperts, threads: int) -> None:
         self.config, self.threads = config, threads
         self._embedding, self._weight, self._experts = embedding, weight, experts
         self._kda, self._mla, self._moe = kda_shape(config), mla_shape(config), moe_shape(config)
 
-    def forward(self, ids: Ids[int], sequence: Sequence, wanted: int, watch: Callable | None = None) -> np.ndarray:
+    def forward(self, ids: Ids[int], sequence: Sequence, wanted: int,
+                watch: Callable[[str, int | None, Any], object] | None = None) -> np.ndarray:
         """Read the chunk `ids` (T >= 1 of them); logits float32 [wanted, vocab] of its last `wanted` tokens.
 
         Moves `sequence` on by T positions. `watch(name, layer, value)` is shown "router" (ids and weights, [T, k]) and
         "hidden" (the running sum, [T, H]) of every layer, then "blocks", "mix" and "norm". Raises NotFinite for a
-        product that is infinite or NaN, its `tensor` the name of the weight that was taken last.
+        number that is infinite or NaN, its `tensor` the name of the weight that was taken last.
         """
         weights, watch = PassWeights(self._weight), watch or (lambda *_: None)
         sequence.complete = False
@@ -196,7 +200,7 @@ class Model:
                          on_route=lambda ids, weights: watch("router", L, (ids, weights)))
 
     def _logits(self, x, weights):
-        "float32 [len(x), vocab]. A pass whose logits nobody wants ends before the head: 2.3 GB that need not be read."
+        "float32 [len(x), vocab]. A pass that is asked for no logits ends before the head, 2.3 GB in K3."
         if len(x) == 0:
             return np.empty((0, self.config.vocab_size), np.float32)
         return linear(weights.take(HEAD), x, self.threads)

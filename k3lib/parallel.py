@@ -70,15 +70,12 @@ def _add_from_python(cursor, i, n):
 
 _tasks: SimpleQueue = SimpleQueue()  # at which helpers wait
 _helpers: list[int] = []  # their identities
+_process = os.getpid()  # whose threads they are
 
 
 def _forget_helpers():
-    global _tasks, _helpers
-    _tasks, _helpers = SimpleQueue(), []
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_helpers)
+    global _tasks, _helpers, _process
+    _tasks, _helpers, _process = SimpleQueue(), [], os.getpid()
 
 
 def _help(tasks):
@@ -117,6 +114,8 @@ def parallel_for(threads: int, n: int, kernel: Callable, *args: Any) -> None:
     if threads == 1:
         return kernel(n, *args, cursor)
     kernel(0, *args, np.zeros_like(cursor))  # compiles
+    if _process != os.getpid():
+        _forget_helpers()
     while len(_helpers) < min(threads, CORES) - 1:
         _helpers.append(start_new_thread(_help, (_tasks,)))
     try:

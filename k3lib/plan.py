@@ -5,11 +5,13 @@ Made from book/05_streaming/18_plan.py: edit that, then run `make export`.
 
 import dataclasses
 import os
+from typing import Protocol
 from k3lib.parallel import CORES
 from k3lib.system import resident_bytes, status_bytes
 from k3lib.fileio import UsageError
 from k3lib.config import Config
 from k3lib.tensors import forward_order, row_multiples
+from k3lib.header import Extent
 from k3lib.checkpoint import Checkpoint
 from k3lib.disk import enough_readers, page_padded, read_rates
 from k3lib.layout import (
@@ -44,12 +46,12 @@ def activation_bytes(config: Config, tokens: int) -> int:
 
 JIT_RSS = 28_000_000  # private memory of compiled kernels and their threads after the first forward pass
 LIBRARY_RSS = 97_000_000  # resident pages of shared libraries after the first forward pass
-LIBRARY_RSS_GROWTH = 12_000_000  # how much of that is still to come where most of it is resident already
+LIBRARY_RSS_GROWTH = 12_000_000  # how much of that is at least still to come, however much is resident already
 PROCESS_RSS = 150_000_000  # an interpreter with its libraries, where the system does not tell
 
 
 def fixed_costs(config: Config, trunk: TrunkLayout, context: int) -> dict[str, int]:
-    "{part: bytes} of what is in memory at any budget, in a process that now has what it has."
+    "{part: bytes} of what this process holds at any budget: what it holds now, and what decoding adds."
     libraries = max(LIBRARY_RSS_GROWTH, LIBRARY_RSS - (status_bytes("RssFile") or LIBRARY_RSS))
     return {
         "interpreter, libraries, checkpoint index": resident_bytes() or PROCESS_RSS,
@@ -60,17 +62,17 @@ def fixed_costs(config: Config, trunk: TrunkLayout, context: int) -> dict[str, i
     }
 
 
-def vector_bytes(extent) -> int:
-    "Bytes a vector takes in memory: it is float32 there, whatever the file has."
+def vector_bytes(extent: Extent) -> int:
+    "Bytes that a vector takes in memory, where it is float32 also if the file has bfloat16."
     return 2 * extent.nbytes if extent.dtype == "BF16" else page_padded(extent.nbytes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a budget of `ram` bytes is spent on. `parts`: {what: bytes}; the rest are the choices that follow.
+    """What a budget of `ram` bytes is spent on.
 
-    `pinned_bytes` of the `trunk_bytes` of matrices stay in memory. `context`: positions there is room for. `chunk`: the
-    most tokens of a forward pass.
+    `parts`: {part: bytes}. `layout`: where trunk and experts lie in memory. `pinned_bytes` of the `trunk_bytes` of
+    matrices stay in memory. `context`: positions for which there is room. `chunk`: the most tokens of a forward pass.
     """
     ram: int
     parts: dict[str, int]
@@ -100,7 +102,7 @@ class Plan:
 
     def text(self) -> str:
         "The plan as a table."
-        rows = [f"  {what:<44}{shown_size(n):>12}" for what, n in self.parts.items()]
+        rows = [f"  {part:<44}{shown_size(n):>12}" for part, n in self.parts.items()]
         share = 100 * self.pinned_bytes / max(self.trunk_bytes, 1)
         return "\n".join([
             f"plan for {shown_size(self.ram)} of memory, {self.context} positions, prompts in chunks of {self.chunk}",
@@ -109,7 +111,10 @@ class Plan:
 
 
 class PlanError(UsageError):
-    "A budget that does not hold the model: says what is short and what would do; `least` is that number of bytes."
+    """A budget that cannot hold the model. The text says how much is missing and which budget is large enough.
+
+    `least`: the smallest budget in bytes; None where the budget is large enough, but the machine's memory is not.
+    """
 
     def __init__(self, least: int | None, message: str):
         super().__init__(message)
@@ -134,7 +139,7 @@ def streaming_experts(config: Config, checkpoint: Checkpoint, readers: int) -> t
 
 
 def front(sizes: dict[str, int], nbytes: int) -> tuple[frozenset[str], int]:
-    "(names from the front of `sizes` {name: bytes} that fit into `nbytes` and later ones that still do, their bytes)."
+    "(names, their bytes): from the front of `sizes` {name: bytes}, each one that fits into what is left of `nbytes`."
     taken, names = 0, []
     for name, size in sizes.items():
         if taken + size <= nbytes:
@@ -161,7 +166,6 @@ def cache_experts(config: Config, experts: ExpertLayout, whole: int, spare: int)
     return dataclasses.replace(experts, slots=Buffers(min(nbytes // whole, every), whole), whole=True)
 
 
-READERS = 5  # threads that read, each with a buffer: at least this many, and never fewer than threads of arithmetic
 MAX_CHUNK = 64  # tokens
 
 
@@ -173,12 +177,23 @@ def longest_chunk(config: Config, longest: int, spare: int) -> int:
     return chunk
 
 
-def make_plan(config: Config, checkpoint: Checkpoint, ram: int, context: int, *, trunk=None,
+READERS = 5  # threads that read, unless told otherwise, and never fewer than threads of arithmetic
+
+
+class TrunkSource(Protocol):
+    "Where the trunk is read from: a checkpoint, or a packed trunk (5.19)."
+
+    def extent(self, name: str) -> Extent:
+        "Where a tensor's bytes lie."
+
+
+def make_plan(config: Config, checkpoint: Checkpoint, ram: int, context: int, *, trunk: TrunkSource | None = None,
               prompt_tokens: int | None = None, threads: int = CORES, readers: int | None = None) -> Plan:
     """Spend `ram` bytes: fixed costs, states, KV cache, buffers, then the trunk from the front, then expert slots.
 
     `trunk`: where the trunk is read from, if not from the checkpoint. `prompt_tokens`: the longest prompt, if known.
-    Raises PlanError with the smallest budget that would do. Nothing large is allocated here.
+    `readers`: threads that read, never fewer than `threads` of arithmetic. Allocates nothing large. Raises PlanError if
+    `ram` is too small, or larger than the memory that is free.
     """
     readers, source = max(READERS if readers is None else readers, threads), trunk or checkpoint
     extents = {name: source.extent(name) for name in forward_order(config)}
@@ -207,7 +222,7 @@ def make_plan(config: Config, checkpoint: Checkpoint, ram: int, context: int, *,
 
 
 def _check_free(plan, now, least):
-    "PlanError if the plan takes more than what this process can still have."
+    "Raise PlanError if the plan takes more than what this process, which holds `now` bytes, can still take."
     free = available_bytes()
     if free is None or plan.total - now <= free:
         return
@@ -219,12 +234,12 @@ def _check_free(plan, now, least):
 
 
 def _enough(least):
-    "Megabytes that will do in another process of this kind."
+    "Megabytes that are enough in another process of this kind, too."
     return -(-(least + 500_000) // 10**6)
 
 
 def measured_readers(checkpoint: Checkpoint, threads: int = CORES) -> tuple[int, str]:
-    "(readers, one line on why): what keeps the device of the largest shard busy, and one more a thread of arithmetic."
+    "(readers, a line that says why): as many as keep the device of the largest shard busy, and `threads` more."
     rates = read_rates(max(checkpoint.files, key=os.path.getsize))
     enough = enough_readers(rates)
     shown = ", ".join(f"{n}: {rate / 1e9:.2f}" for n, rate in rates.items())
@@ -235,6 +250,6 @@ def measured_readers(checkpoint: Checkpoint, threads: int = CORES) -> tuple[int,
 __all__ = [
     "state_bytes", "position_bytes", "activation_bytes", "JIT_RSS", "LIBRARY_RSS", "LIBRARY_RSS_GROWTH",
     "PROCESS_RSS", "fixed_costs", "vector_bytes", "Plan", "PlanError", "expert_readers", "streaming_experts",
-    "front", "pin_from_front", "cache_experts", "READERS", "MAX_CHUNK", "longest_chunk", "make_plan",
+    "front", "pin_from_front", "cache_experts", "MAX_CHUNK", "longest_chunk", "READERS", "TrunkSource", "make_plan",
     "measured_readers",
 ]

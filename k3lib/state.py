@@ -8,8 +8,8 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 import numpy as np
 from k3lib.fileio import CheckpointError, UsageError, open_shard, read_exactly, whole_file
 from k3lib.config import Config
@@ -27,7 +27,7 @@ READ_BYTES = 1 << 20  # bytes read at a time
 
 
 def saved_arrays(sequence: Sequence, position: int) -> list[tuple[str, np.ndarray]]:
-    "[(name, float32 array)], views, in the order of the file, of one at `position`; of a KV cache the used rows."
+    "[(name, float32 array)], views of a sequence's arrays in the order of the file; of a KV cache `position` rows."
     named = []
     for L, layer in enumerate(sequence.layers):
         parts = {"latent": layer[:position]} if isinstance(layer, np.ndarray) else layer._asdict()
@@ -41,42 +41,43 @@ def state_header(arrays: list[tuple[str, np.ndarray]]) -> bytes:
 
 
 def about_bytes(model: str, position: int, sha256: str = "") -> bytes:
-    "The description, ABOUT_BYTES long. While the checksum is computed, its own place in the description is empty."
+    "The description, ABOUT_BYTES long. The checksum is computed with a description in which it is still empty."
     about = {"format": STATE_FORMAT, "version": STATE_VERSION, "model": model, "position": position, "sha256": sha256}
     return json.dumps(about).encode().ljust(ABOUT_BYTES)
 
 
 def model_fingerprint(config: Config, tensors: Iterable[tuple[str, Extent, np.ndarray]]) -> str:
-    """sha256, in hex, of what tells models apart.
+    """The name of a model in its saved states: a sha256, in hex, of the config and of `tensors`.
 
-    `tensors`: (name, extent, values) of every tensor of the forward pass, in its order; the values of a vector are all
-    of it, of a matrix the first row.
+    `tensors`: (name, extent, values) of every tensor of the forward pass, in its order. `values` is all of a vector, or
+    the first row of a matrix.
     """
     fields = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in dataclasses.asdict(config).items()}
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
     for name, extent, values in tensors:
         digest.update(f"{name} {extent.dtype} {extent.shape}\n".encode())
-        digest.update(np.ascontiguousarray(values))
+        digest.update(np.ascontiguousarray(values).data)
     return digest.hexdigest()
 
 
 def save_sequence(file: str | os.PathLike, sequence: Sequence, model: str) -> None:
     "Write the sequence to `file`, whole or not at all. `model`: the model's fingerprint. Raises OSError."
     arrays = saved_arrays(sequence, sequence.position)
+    contents: list[bytes | memoryview] = [state_header(arrays), *(array.reshape(-1).data for _, array in arrays)]
     digest = hashlib.sha256(about_bytes(model, sequence.position))
-    with whole_file(file) as out:
-        for data in (state_header(arrays), *(array.reshape(-1) for _, array in arrays)):
+    with whole_file(Path(file)) as out:
+        for data in contents:
             digest.update(data)
             out.write(data)
         out.write(about_bytes(model, sequence.position, digest.hexdigest()))
 
 
 def load_sequence(file: str | os.PathLike, sequence: Sequence, model: str) -> None:
-    """Replace what `sequence` holds by what save_sequence has written to `file`. `model`: the model's fingerprint.
+    """Replace what `sequence` holds by the state that save_sequence has written to `file`.
 
-    Raises FileNotFoundError, StateError for a file that is damaged or of another model or version, and UsageError for a
-    state with more positions than the context. The sequence is unchanged then, unless the file changed or failed while
-    it was loaded: that leaves the sequence incomplete, to be reset.
+    `model`: the model's fingerprint. Raises FileNotFoundError; StateError for a file that is damaged, or of another
+    model or version; UsageError for a state with more positions than the context. The sequence is then unchanged,
+    unless the file was changed or could not be read during the second reading: that leaves it incomplete, to be reset.
     """
     path = Path(file)
     if not path.is_file():
@@ -88,7 +89,7 @@ def load_sequence(file: str | os.PathLike, sequence: Sequence, model: str) -> No
             at = len(state_header(arrays))
             sequence.complete = False
             for _, array in arrays:
-                read_exactly(source, array.reshape(-1).view(np.uint8), at, path)
+                read_exactly(source, array.reshape(-1).view(np.uint8).data, at, path)
                 at += array.nbytes
             check_state(source, path, sequence, model)
         except CheckpointError as error:
@@ -96,8 +97,8 @@ def load_sequence(file: str | os.PathLike, sequence: Sequence, model: str) -> No
         sequence.position, sequence.complete = position, True
 
 
-def check_state(source: BinaryIO, path: Path, sequence: Sequence, model: str) -> int:
-    "The position of the state in the open file `source`, every byte of it checked. Raises StateError and UsageError."
+def check_state(source: FileIO, path: Path, sequence: Sequence, model: str) -> int:
+    "Check every byte of the state in the open file `source`; its position. Raises StateError and UsageError."
     size = os.fstat(source.fileno()).st_size
     last = b"".join(file_chunks(source, max(0, size - ABOUT_BYTES), size, path))
     position, sha256 = check_about(last, size, path, sequence, model)
@@ -109,12 +110,15 @@ def check_state(source: BinaryIO, path: Path, sequence: Sequence, model: str) ->
     for chunk in file_chunks(source, 0, size - ABOUT_BYTES, path):
         digest.update(chunk)
     if last != about_bytes(model, position, digest.hexdigest()):
-        raise StateError(f"{path}: sha256 {digest.hexdigest():.16}..., expected {sha256!r:.16}...: damaged")
+        raise StateError(f"{path}: sha256 {digest.hexdigest()!r:.17}..., expected {sha256!r:.17}...: damaged")
     return position
 
 
 def check_about(last: bytes, size: int, path: Path, sequence: Sequence, model: str) -> tuple[int, str]:
-    "(position, sha256) that a description claims. Raises StateError, and UsageError for a position beyond the context."
+    """(position, sha256) as the description says, in the `last` ABOUT_BYTES of a file of `size` bytes.
+
+    Raises StateError, and UsageError for a position beyond the context.
+    """
     try:
         about = json.loads(last)
         position, sha256 = about["position"], about["sha256"]
@@ -123,7 +127,7 @@ def check_about(last: bytes, size: int, path: Path, sequence: Sequence, model: s
         good = False
     if not good:
         raise StateError(f"{path}: the last {ABOUT_BYTES} of {size:,} bytes are not the description of a saved state: "
-                         "truncated, damaged, or something else")
+                         "truncated, damaged, or another kind of file")
     if about["version"] != STATE_VERSION:
         raise StateError(f"{path}: a state of version {about['version']!r:.40}, expected {STATE_VERSION}")
     if about["model"] != model:
@@ -134,7 +138,7 @@ def check_about(last: bytes, size: int, path: Path, sequence: Sequence, model: s
     return position, sha256
 
 
-def file_chunks(file: BinaryIO, begin: int, end: int, where: Path) -> Iterator[bytearray]:
+def file_chunks(file: FileIO, begin: int, end: int, where: Path) -> Iterator[bytearray]:
     "Bytes begin..end of an open file, READ_BYTES at a time. Raises CheckpointError where the file ends early."
     for at in range(begin, end, READ_BYTES):
         chunk = bytearray(min(READ_BYTES, end - at))

@@ -9,33 +9,31 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from types import ModuleType
+from typing import Any
 
-fcntl: ModuleType | None
-resource: ModuleType | None
 try:
     import fcntl
     import resource
 except ImportError:  # Windows
-    fcntl = resource = None
+    fcntl = resource = None  # type: ignore[assignment]
 
 
 _POSITION_LOCKS = [threading.Lock() for _ in range(64)]
-_SEEK_READ_MAX = 1 << 24  # bytes that os.read copies at a time
+SEEK_READ_MAX = 1 << 24  # bytes that os.read copies at a time
 
 
 def pread(fd: int, view: memoryview, offset: int) -> int:
     """Read from byte `offset` of the descriptor `fd` into the writable bytes `view`.
 
-    Returns how many bytes arrived: 0 at the end of the file, else perhaps fewer than asked. Raises OSError.
+    Returns how many bytes were read: 0 at the end of the file, else perhaps fewer than `view` holds. Raises OSError.
     """
     if hasattr(os, "preadv"):
         return os.preadv(fd, [view], offset)
     with _POSITION_LOCKS[fd % len(_POSITION_LOCKS)]:
         os.lseek(fd, offset, os.SEEK_SET)
-        data = os.read(fd, min(len(view), _SEEK_READ_MAX))
+        data = os.read(fd, min(len(view), SEEK_READ_MAX))
     view[:len(data)] = data
     return len(data)
 
@@ -45,7 +43,7 @@ def has_direct() -> bool:
     return hasattr(os, "O_DIRECT")
 
 
-def open_read(path: str | os.PathLike, direct: bool = False) -> int:
+def open_read(path: str | os.PathLike[str], direct: bool = False) -> int:
     """A descriptor for reading the bytes of the file at `path`.
 
     With `direct`, reads bypass the page cache; offsets, lengths and addresses must then be whole pages. Raises OSError:
@@ -74,12 +72,12 @@ def _advise(fd: int, offset: int, nbytes: int, advice: str) -> None:
 
 
 def forget_pages(fd: int, offset: int, nbytes: int) -> None:
-    "Drop the pages of these bytes of `fd` from the page cache, where the system can be told to."
+    "Drop the pages of these bytes of `fd` from the page cache, where the system has a call for it."
     _advise(fd, offset, nbytes, "POSIX_FADV_DONTNEED")
 
 
 def expect_sequential(fd: int) -> None:
-    "Say that `fd` will be read from its beginning to its end, where the system can be told."
+    "Announce that `fd` will be read from its beginning to its end, where the system has a call for it."
     _advise(fd, 0, 0, "POSIX_FADV_SEQUENTIAL")
 
 
@@ -103,7 +101,7 @@ def data_runs(fd: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
             begin = os.lseek(fd, begin, os.SEEK_DATA)
             stop = min(os.lseek(fd, begin, os.SEEK_HOLE), end)
         except (AttributeError, OSError) as error:
-            if getattr(error, "errno", None) == errno.ENXIO:  # only a hole is left
+            if getattr(error, "errno", None) == errno.ENXIO:  # the rest of the file is a hole
                 return
             stop = end
         if begin < end:
@@ -116,7 +114,7 @@ def disk_bytes(status: os.stat_result) -> int:
     return 512 * status.st_blocks if hasattr(status, "st_blocks") else status.st_size
 
 
-def sync_folder(folder: str | os.PathLike) -> None:
+def sync_folder(folder: str | os.PathLike[str]) -> None:
     "Put the names in `folder` on the disk, where the system can open a folder. Raises OSError."
     if hasattr(os, "O_DIRECTORY"):
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -126,8 +124,8 @@ def sync_folder(folder: str | os.PathLike) -> None:
             os.close(fd)
 
 
-def _c_function(name: str):
-    "A function of the C library, or None where there is no such function or no library that can be opened."
+def _c_function(name: str) -> Callable[..., Any] | None:
+    "A function of the C library, or None where the library has no such function or cannot be opened."
     try:
         return getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError, TypeError):
@@ -138,19 +136,19 @@ _M_MMAP_THRESHOLD = -3  # glibc's malloc.h
 
 
 def return_freed_memory() -> None:
-    "From now on, freed arrays of 1 MiB and more go back to the system at once, where the C library is glibc."
+    "Make freed arrays of 1 MiB and more go back to the system at once, where the C library is glibc."
     if mallopt := _c_function("mallopt"):
         mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def trim_freed_memory() -> None:
-    "Give free memory between small objects back to the system, where the C library is glibc."
+    "Return the free memory between small objects to the system, where the C library is glibc."
     if malloc_trim := _c_function("malloc_trim"):
         malloc_trim(0)
 
 
 def _proc_number(path: str, field: str) -> int | None:
-    "The number behind `field:` in a file of /proc, or None where there is none."
+    "The number behind `field:` in a file of /proc, or None if the file or the field does not exist."
     try:
         with open(path) as lines:
             return next((int(line.split()[1]) for line in lines if line.startswith(field + ":")), None)
@@ -159,18 +157,18 @@ def _proc_number(path: str, field: str) -> int | None:
 
 
 def status_bytes(field: str) -> int | None:
-    "A field of /proc/self/status in bytes, or None where there is no /proc."
+    "A field of /proc/self/status in bytes, or None if the system has no /proc or no such field."
     kibibytes = _proc_number("/proc/self/status", field)
     return None if kibibytes is None else 1024 * kibibytes
 
 
 def resident_bytes() -> int | None:
-    "Bytes of this process in memory now, or None where the system does not tell."
+    "Bytes of this process in memory now, or None if the system does not publish them."
     return status_bytes("VmRSS")
 
 
 def peak_bytes() -> int | None:
-    "The most bytes this process has had in memory, or None where the system does not tell."
+    "The most bytes this process has had in memory, or None if the system does not publish them."
     peak = status_bytes("VmHWM")
     if peak is None and resource is not None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -178,12 +176,12 @@ def peak_bytes() -> int | None:
 
 
 def read_call_bytes() -> int | None:
-    "Bytes that read calls have given this process, as the kernel counts them (rchar), or None where it does not."
+    "Bytes that read calls have given this process, as Linux counts them (rchar), or None on other systems."
     return _proc_number("/proc/self/io", "rchar")
 
 
 def machine_free_bytes() -> int | None:
-    "Bytes the machine can still give: MemAvailable on Linux, else all its memory, an upper bound; None if not told."
+    "Free bytes of the machine: MemAvailable on Linux, else all its memory, an upper bound. None if neither is known."
     kibibytes = _proc_number("/proc/meminfo", "MemAvailable")
     if kibibytes is not None:
         return 1024 * kibibytes
@@ -193,7 +191,7 @@ def machine_free_bytes() -> int | None:
         return None
 
 
-_SPARE_FILES = 64  # descriptors for all that is not a shard
+_SPARE_FILES = 64  # descriptors for everything but a checkpoint's files
 
 
 def _open_files() -> int:
@@ -213,18 +211,18 @@ def allow_open_files(more: int) -> None:
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(OSError, ValueError):  # the system's own bound is below the hard limit
+        with suppress(OSError, ValueError):  # macOS: the kernel's own bound may be below the hard limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def make_nonblocking(fd: int) -> None:
-    "Have writes to the pipe `fd` never wait, where the system can. Windows does not ask for it of a signal's pipe."
+    "Make writes to the pipe `fd` return at once, where the system can."
     with suppress(AttributeError, OSError):
         os.set_blocking(fd, False)
 
 
 __all__ = [
-    "fcntl", "resource", "pread", "has_direct", "open_read", "keep_uncached", "forget_pages", "expect_sequential",
+    "SEEK_READ_MAX", "pread", "has_direct", "open_read", "keep_uncached", "forget_pages", "expect_sequential",
     "zero_pages", "COMPILED_PREAD", "data_runs", "disk_bytes", "sync_folder", "return_freed_memory",
     "trim_freed_memory", "status_bytes", "resident_bytes", "peak_bytes", "read_call_bytes", "machine_free_bytes",
     "allow_open_files", "make_nonblocking",

@@ -13,10 +13,11 @@ from k3lib.fileio import CheckpointError
 
 
 class Row(NamedTuple):
-    """One line of TABLE: a tensor that every layer of a kind has, or the model has once.
+    """One row of TABLE: a tensor that every layer of a kind has, or that the model has once.
 
-    `short` is its name in a layer's equations, `name` its name in the checkpoint behind the layer's, '#' for an
-    expert's number. `shape` holds symbols of `sizes`. So does `together`: that many rows must stay in one row block.
+    `short` is its name in a layer's equations. `name` is its name in the checkpoint without the layer's prefix, with
+    '#' for an expert's number. `shape` holds symbols of `sizes`. `together` is such a symbol too: that many rows of
+    the matrix must stay in one row block.
     """
     short: str
     name: str
@@ -105,9 +106,7 @@ EXPERT_TENSORS = {row.short: LAYER_PATTERN + row.name for row in _EXPERT}  # the
 ATTENTION_NORMS = tuple(row.short for row in _ATTENTION_NORMS)
 FFN_NORMS = tuple(row.short for row in _FFN_NORMS)
 EMBED, HEAD = _FIRST[0].name, _LAST[-1].name
-FINAL = tuple(row.name for row in _LAST[:-1])
-NORMS = ATTENTION_NORMS + FFN_NORMS
-EXPERT_NAME = "language_model.model.layers.{}.block_sparse_moe.experts.{}.{}.weight_{}"
+FINAL = tuple(row.name for row in _LAST[:-1])  # the last mix and the last norm, in the order of use
 
 _NAMES = {(part, row.short): row.name for part, rows in TABLE.items() for row in rows}
 _NAMES |= {("norms", row.short): row.name for row in (*_ATTENTION_NORMS, *_FFN_NORMS)}
@@ -116,14 +115,14 @@ _NAMES |= {("norms", row.short): row.name for row in (*_ATTENTION_NORMS, *_FFN_N
 def tensor_name(L: int, part: str, short: str) -> str:
     """The checkpoint's name of a tensor of layer L.
 
-    `part` is a key of TABLE, or "norms" for those before either half; `short` is a short name of that part. KeyError
-    for any other.
+    `part` is a key of TABLE, or "norms" for the norms and mixes before both halves. `short` is a short name of that
+    part. Raises KeyError for any other.
     """
     return f"{TEXT_STACK}model.layers.{L}.{_NAMES[part, short]}"
 
 
 def expert_name(L: int, expert: int, short: str) -> str:
-    "The checkpoint's name of a routed expert's w1, w1_scale, w2, w2_scale, w3 or w3_scale. KeyError for others."
+    "The checkpoint's name of a routed expert's w1, w1_scale, w2, w2_scale, w3 or w3_scale. Raises KeyError for others."
     return tensor_name(L, "expert", short).replace("#", str(expert))
 
 
@@ -136,21 +135,21 @@ _NUMBER = re.compile(r"\.(0|[1-9][0-9]{0,5})(?=\.|\Z)")
 
 
 def split_name(name: str) -> tuple[str, int, int]:
-    """(pattern, first, second): the first two whole-number parts of a dotted name become '#'; -1 stands for none.
+    """(pattern, first, second): the name with '#' for its first two numbers, and the numbers, -1 for none.
 
-    Only 0..999999 behind a dot and without leading zeros count, so join_name gives the name back. A name that has a '#'
-    of its own is kept whole behind one more '#'.
+    A number stands between dots, or after the last dot, and is one of 0..999999 without leading zeros, so that
+    join_name returns the name. A name that has a '#' of its own is kept whole, with one more '#' in front.
     """
     if "#" in name:
         return "#" + name, -1, -1
-    pieces = _NUMBER.split(name, 2)  # text, number, text, number, text
-    if len(pieces) == 5:
-        return f"{pieces[0]}.#{pieces[2]}.#{pieces[4]}", int(pieces[1]), int(pieces[3])
-    return (f"{pieces[0]}.#{pieces[2]}", int(pieces[1]), -1) if len(pieces) == 3 else (name, -1, -1)
+    texts = _NUMBER.split(name, 2)  # text, number, text, number, text
+    if len(texts) == 5:
+        return f"{texts[0]}.#{texts[2]}.#{texts[4]}", int(texts[1]), int(texts[3])
+    return (f"{texts[0]}.#{texts[2]}", int(texts[1]), -1) if len(texts) == 3 else (name, -1, -1)
 
 
 def join_name(pattern: str, first: int, second: int) -> str:
-    "The name that split_name took apart."
+    "The name from what split_name returned."
     if first < 0:
         return pattern.removeprefix("#")
     name = pattern.replace("#", str(first), 1)
@@ -158,7 +157,7 @@ def join_name(pattern: str, first: int, second: int) -> str:
 
 
 class Place(NamedTuple):
-    "Where a tensor belongs: layer and routed expert, -1 for none, and short name, the whole name if TABLE has none."
+    "A tensor's layer and routed expert, -1 for none, and its short name: the whole name if it is not in TABLE."
     layer: int
     expert: int
     short: str
@@ -190,12 +189,12 @@ PARTS = tuple(dict.fromkeys(_PREFIXES.values()))
 
 
 def census_part(pattern: str) -> str:
-    "The part of the model that the tensors of a pattern of split_name belong to: one of PARTS."
+    "The part of the model, one of PARTS, that the tensors of a pattern from split_name belong to."
     return next(part for prefix, part in _PREFIXES.items() if pattern.startswith(prefix))
 
 
 def part_of(name: str) -> str:
-    "The account that a report counts a tensor's bytes in: 'trunk', 'experts' or 'other'."
+    "The part under which a report counts a tensor's bytes: 'trunk', 'experts' or 'other'."
     part = census_part(split_name(name)[0])
     return part if part in ("experts", "trunk") else "other"
 
@@ -219,7 +218,7 @@ def _shape(row: Row, size: dict[str, int]) -> tuple[int, ...]:
 
 
 def layer_tensors(config: Config, L: int, experts: Iterable[int] | None = None) -> Iterator[Tensor]:
-    "Tensors of layer L in the order of the forward pass, then those of all its routed experts or the `experts` given."
+    "Tensors of layer L in the order of the forward pass, then those of its routed experts: of all, or of `experts`."
     size, prefix = sizes(config), LAYER_PATTERN.replace("#", str(L))
     for row in _layer_rows(config, L):
         yield Tensor(prefix + row.name, row.dtype, _shape(row, size))
@@ -231,13 +230,13 @@ def layer_tensors(config: Config, L: int, experts: Iterable[int] | None = None) 
 
 
 def global_tensors(config: Config) -> list[Tensor]:
-    "The five tensors outside the layers: the embedding, the last mix and norm, the head."
+    "The five tensors outside the layers: the embedding, the last mix (two tensors), the last norm, the head."
     size = sizes(config)
     return [Tensor(row.name, row.dtype, _shape(row, size)) for row in (*TABLE["first"], *TABLE["last"])]
 
 
 def text_tensors(config: Config) -> Iterator[Tensor]:
-    "Every tensor of the text stack: the embedding, layer by layer, the last mix and norm, the head."
+    "Every tensor of the text stack: the embedding, layer by layer, the last mix, the last norm, the head."
     embedding, *last = global_tensors(config)
     yield embedding
     for L in range(config.num_hidden_layers):
@@ -246,7 +245,7 @@ def text_tensors(config: Config) -> Iterator[Tensor]:
 
 
 def forward_order(config: Config) -> Iterator[str]:
-    "Names of every tensor but the embedding and the routed experts, in the order in which one forward pass takes them."
+    "Names of every tensor but the embedding and the routed experts, in the order in which one forward pass uses them."
     for L in range(config.num_hidden_layers):
         yield from (LAYER_PATTERN.replace("#", str(L)) + row.name for row in _layer_rows(config, L))
     yield from (row.name for row in TABLE["last"])
@@ -267,15 +266,15 @@ class HasShape(Protocol):
 
 
 def is_matrix(name: str, extent: HasShape) -> bool:
-    """True if the tensor can arrive row by row: it has two axes and is not a [1, H] projection of the residual mix.
+    """True if the tensor can be read in row blocks: it has two axes and is not a [1, H] projection of the residual mix.
 
-    A projection that has one row in a small model, as `b_proj` of a single head, is a matrix.
+    A projection that has one row in a small model, such as `b_proj` of a single head, is a matrix.
     """
     return len(extent.shape) == 2 and not name.endswith("_res_proj.weight")
 
 
 def is_router(name: str) -> bool:
-    "True for a router: until its product is there, nobody knows which experts to read."
+    "True for the matrix of a router: the experts to read are known only from its product."
     return name.endswith(".gate.weight")
 
 
@@ -289,7 +288,7 @@ class Family(NamedTuple):
 
 
 def families(config: Config) -> Iterator[Family]:
-    "text_tensors by the dozen: each tensor belongs to one Family."
+    "The tensors of text_tensors as families: each tensor belongs to exactly one."
     size, layers = sizes(config), dict[Row, list[int]]()
     for L in range(config.num_hidden_layers):
         for row in _layer_rows(config, L):
@@ -304,18 +303,18 @@ def families(config: Config) -> Iterator[Family]:
 
 
 def used_entries(config: Config, name: str) -> int | None:
-    "How many of a vector's entries are used, from the first on, if the rest is padding: `A_log`'s heads. Else None."
+    "How many entries of `A_log` are used, from the first on: its heads. None for tensors without padding."
     return config.kda_num_heads if name.endswith(".A_log") else None
 
 
 def shape_fits(config: Config, name: str, expected: Sequence[int], found: Sequence[int]) -> bool:
-    "True if a tensor of shape `found` can serve as `name`: it is as `expected`, or a vector with any padding."
+    "True if a tensor `name` may have the shape `found`: it equals `expected`, or is that of a vector with padding."
     used = used_entries(config, name)
     return tuple(found) == tuple(expected) if used is None else len(found) == 1 and found[0] >= used
 
 
 class TensorList(Protocol):
-    "What check_tensors asks of a checkpoint: class Checkpoint (5.7) answers it."
+    "What check_tensors needs of a checkpoint. Class Checkpoint (5.7) provides it."
 
     path: Path
 
@@ -326,16 +325,22 @@ class TensorList(Protocol):
     def kinds_of(self, pattern: str, layers: Sequence[int], experts: Sequence[int]) -> set: ...
 
 
+def _families_agree(config: Config, checkpoint: TensorList) -> bool:
+    "Are the text stack's tensors in `checkpoint` exactly those the config implies?"
+    lines = list(families(config))
+    implied = sum(len(f.layers) * len(f.experts) for f in lines)
+    return checkpoint.count_of(TEXT_STACK) == implied and all(
+        kind is not None and kind[0] == f.dtype and shape_fits(config, f.pattern, f.shape, kind[1])
+        for f in lines for kind in checkpoint.kinds_of(f.pattern, f.layers, f.experts))
+
+
 def check_tensors(config: Config, checkpoint: TensorList) -> None:
     """Raise CheckpointError unless the text stack's tensors in `checkpoint` are those the config implies and no others.
 
-    Missing tensors, other dtypes or shapes, and tensors that are too many are told with file, name, found and expected.
+    The message names the file, the tensor that is missing, different or not implied, what was found and what was
+    expected.
     """
-    lines = list(families(config))
-    implied = sum(len(f.layers) * len(f.experts) for f in lines)
-    if checkpoint.count_of(TEXT_STACK) == implied and all(
-            kind is not None and kind[0] == f.dtype and shape_fits(config, f.pattern, f.shape, kind[1])
-            for f in lines for kind in checkpoint.kinds_of(f.pattern, f.layers, f.experts)):
+    if _families_agree(config, checkpoint):
         return
     missing = []
     for name, dtype, shape in text_tensors(config):
@@ -357,8 +362,8 @@ def check_tensors(config: Config, checkpoint: TensorList) -> None:
 
 __all__ = [
     "Row", "TABLE", "sizes", "TEXT_STACK", "LAYER_PATTERN", "EXPERT_PATTERN", "EXPERT_TENSORS", "ATTENTION_NORMS",
-    "FFN_NORMS", "EMBED", "HEAD", "FINAL", "NORMS", "EXPERT_NAME", "tensor_name", "expert_name", "layer_parts",
-    "split_name", "join_name", "Place", "place_of", "layer_of", "PARTS", "census_part", "part_of", "Tensor",
-    "layer_tensors", "global_tensors", "text_tensors", "forward_order", "row_multiples", "HasShape", "is_matrix",
-    "is_router", "Family", "families", "used_entries", "shape_fits", "TensorList", "check_tensors",
+    "FFN_NORMS", "EMBED", "HEAD", "FINAL", "tensor_name", "expert_name", "layer_parts", "split_name", "join_name",
+    "Place", "place_of", "layer_of", "PARTS", "census_part", "part_of", "Tensor", "layer_tensors", "global_tensors",
+    "text_tensors", "forward_order", "row_multiples", "HasShape", "is_matrix", "is_router", "Family", "families",
+    "used_entries", "shape_fits", "TensorList", "check_tensors",
 ]

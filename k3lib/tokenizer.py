@@ -5,61 +5,69 @@ Made from book/05_streaming/21_tokenizer.py: edit that, then run `make export`.
 
 import binascii
 import codecs
-import ctypes
 import os
 import re
+from collections.abc import Iterable, Iterator
 from itertools import groupby, pairwise
 from operator import index
 from pathlib import Path
+from typing import Any
 import numpy as np
 import tokenizers
-from k3lib.fileio import json_object, small_file
+from k3lib.system import trim_freed_memory
+from k3lib.fileio import UsageError, json_object, small_file
+from k3lib.config import Config
 
 
-class TokenizerError(ValueError):
-    "A tokenizer file that cannot be believed, or an id that is not in the vocabulary."
+class TokenizerError(UsageError):
+    "A tokenizer's file that is damaged or contradicts itself, or an id that is not in the vocabulary."
 
 
 MAX_RANKS_BYTES = 16_000_000  # the released tiktoken.model has 2.8 MB
-
-
 MAX_JSON_BYTES = 4_000_000  # Python's objects take some fifteen times the text
 
 
-def read_ranks(path):
-    "Token bytes by rank from `tiktoken.model`: one blob and offsets uint32 [n + 1]; token i is blob[offsets[i]:offsets[i+1]]."
-    blob, ends, seen = bytearray(), [0], {}
-    for number, line in enumerate(small_file(path, MAX_RANKS_BYTES, TokenizerError).removesuffix(b"\n").split(b"\n"), 1):
-        fields = line.split(b" ")
+def token_of(line: bytes, rank: int, where: str) -> bytes:
+    "The token on one line of `tiktoken.model`. Raises TokenizerError unless the line is right and has this rank."
+    fields = line.split(b" ")
+    if len(fields) != 2 or not fields[1].isdigit():
+        raise TokenizerError(f"{where}: {line[:40]!r}, expected base64, one space, rank")
+    try:
+        token = binascii.a2b_base64(fields[0], strict_mode=True)
+    except binascii.Error as error:
+        raise TokenizerError(f"{where}: bad base64 {fields[0][:40]!r} ({error})") from None
+    if fields[1] != b"%d" % rank:
+        found = fields[1][:20].decode()
+        raise TokenizerError(f"{where}: rank {found}, expected {rank}: ranks count up from 0 by one")
+    return token
+
+
+def read_ranks(path: str | os.PathLike) -> tuple[bytes, np.ndarray]:
+    """The tokens in `tiktoken.model` by rank: their bytes in one string `blob`, and `offsets` uint32 [ranks + 1].
+
+    Token i is blob[offsets[i]:offsets[i + 1]]. Raises FileNotFoundError, and TokenizerError for a file that is damaged.
+    """
+    blob, ends, line_of = bytearray(), [0], dict[bytes, int]()
+    lines = small_file(Path(path), MAX_RANKS_BYTES, TokenizerError).removesuffix(b"\n").split(b"\n")
+    for number, line in enumerate(lines, 1):
         where = f"{path} line {number}"
-        if len(fields) != 2 or not fields[1].isdigit():
-            raise TokenizerError(f"{where}: {line[:40]!r}, expected base64, one space, rank")
-        try:
-            token = binascii.a2b_base64(fields[0], strict_mode=True)
-        except binascii.Error as e:
-            raise TokenizerError(f"{where}: bad base64 {fields[0][:40]!r} ({e})") from None
-        if fields[1] != b"%d" % (number - 1):
-            raise TokenizerError(f"{where}: rank {fields[1][:20].decode()}, expected {number - 1}: ranks count up from 0 by one")
-        if not token or token in seen:
-            raise TokenizerError(f"{where}: token {token[:40]!r} " + (f"already stands on line {seen[token]}" if token else "is empty"))
-        seen[token] = number
+        token = token_of(line, number - 1, where)
+        if not token or token in line_of:
+            fault = f"already stands on line {line_of[token]}" if token else "is empty"
+            raise TokenizerError(f"{where}: token {token[:40]!r} {fault}")
+        line_of[token] = number
         blob += token
         ends.append(len(blob))
-    lacking = [b for b in range(256) if bytes([b]) not in seen]
+    lacking = [b for b in range(256) if bytes([b]) not in line_of]
     if lacking:
-        raise TokenizerError(f"{path}: no token for byte 0x{lacking[0]:02X}, expected all 256 single bytes ({len(lacking)} lacking)")
+        raise TokenizerError(f"{path}: no token for byte 0x{lacking[0]:02X}, "
+                             f"expected all 256 single bytes ({len(lacking)} lacking)")
     return bytes(blob), np.array(ends, np.uint32)
 
 
 UPPER = r"(?:(?!\p{Han})[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}])"
-
-
 LOWER = r"(?:(?!\p{Han})[\p{Ll}\p{Lm}\p{Lo}\p{M}])"
-
-
 ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-
-
 PATTERN = "|".join([
     r"\p{Han}+",
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{ENDING}",
@@ -72,8 +80,8 @@ PATTERN = "|".join([
 ])
 
 
-def byte_alphabet():
-    "256 printable characters standing for the bytes 0..255: those Latin-1 prints stand for themselves."
+def byte_alphabet() -> str:
+    "256 printable characters that stand for the bytes 0..255: those that Latin-1 prints stand for themselves."
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return "".join(chr(b) if b in printable else chr(256 + others.index(b)) for b in range(256))
@@ -82,20 +90,21 @@ def byte_alphabet():
 BYTE_CHARS = dict(enumerate(byte_alphabet()))
 
 
-def as_chars(data):
-    "Bytes as a string of the byte alphabet, one character a byte."
+def as_chars(data: bytes) -> str:
+    "The bytes `data` as a string of the byte alphabet, one character a byte."
     return data.decode("latin-1").translate(BYTE_CHARS)
 
 
-def build_encoder(blob, offsets):
-    "A `tokenizers` encoder for the ranks, without added tokens: every text is plain text to it."
+def build_encoder(blob: bytes, offsets: np.ndarray) -> tokenizers.Tokenizer:
+    "A `tokenizers` encoder for the table of read_ranks, without added tokens: every text is plain text to it."
     tokens = [blob[a:b] for a, b in pairwise(offsets.tolist())]
     rank = {token: i for i, token in enumerate(tokens)}
     names = [as_chars(token) for token in tokens]
     merges = []
     for token in tokens:
-        cuts = ((rank.get(token[:i]), rank.get(token[i:])) for i in range(1, len(token)))
-        merges += [(names[a], names[b]) for a, b in sorted(cut for cut in cuts if None not in cut)]
+        cuts = sorted((a, b) for i in range(1, len(token))
+                      if (a := rank.get(token[:i])) is not None and (b := rank.get(token[i:])) is not None)
+        merges += [(names[a], names[b]) for a, b in cuts]
     model = tokenizers.models.BPE(dict(zip(names, range(len(names)))), merges, ignore_merges=True)
     encoder = tokenizers.Tokenizer(model)
     encoder.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
@@ -106,32 +115,33 @@ def build_encoder(blob, offsets):
 
 
 CUT_CHARS = 400_000
-
-
 RUN_CHARS = 25_000
 
 
-def cut(text):
-    "The parts of `text` that are encoded alone: at most 400,000 characters, no run of (non-)whitespace above 25,000."
+def cut(text: str) -> Iterator[str]:
+    """The parts of `text` that are encoded alone, in order.
+
+    A part has at most CUT_CHARS characters, and no run of white space or of other characters above RUN_CHARS.
+    """
     for start in range(0, len(text), CUT_CHARS):
         chunk = text[start : start + CUT_CHARS]
-        begin = at = 0
+        begin = end = 0
         for _, run in groupby(chunk, str.isspace) if len(chunk) > RUN_CHARS else ():
-            end = at + sum(1 for _ in run)
-            for at in range(at + RUN_CHARS, end, RUN_CHARS):
+            at, end = end, end + sum(1 for _ in run)
+            while end - at > RUN_CHARS:
+                at += RUN_CHARS
                 yield chunk[begin:at]
                 begin = at
-            at = end
         yield chunk[begin:]
 
 
-def read_json(path):
-    "The JSON object in `path`, read as strictly as a header (5.5.2)."
+def read_json(path: Path) -> dict[str, Any]:
+    "The JSON object in the file `path`, read as strictly as a header (5.5). Raises FileNotFoundError, TokenizerError."
     return json_object(small_file(path, MAX_JSON_BYTES, TokenizerError), path, TokenizerError)
 
 
-def named_specials(path, tree):
-    "{id: name} from `added_tokens_decoder`."
+def named_specials(path: Path, tree: dict[str, Any]) -> dict[int, str]:
+    "{id: name} from `added_tokens_decoder` of the object `tree`, which `path` holds. Raises TokenizerError."
     table = tree.get("added_tokens_decoder")
     if not isinstance(table, dict):
         raise TokenizerError(f"{path}: added_tokens_decoder is {str(table)[:40]}, expected an object")
@@ -141,7 +151,8 @@ def named_specials(path, tree):
         if not re.fullmatch("0|[1-9][0-9]{0,9}", key):
             raise TokenizerError(f"{path}: added_tokens_decoder has the key {key[:20]!r}, expected an id")
         if not isinstance(name, str) or not name or re.search("[\ud800-\udfff]", name):
-            raise TokenizerError(f"{path}: added_tokens_decoder {key} has content {str(name)[:40]!a}, expected its text")
+            raise TokenizerError(f"{path}: added_tokens_decoder {key} has content {str(name)[:40]!a}, "
+                                 "expected its text")
         named[int(key)] = name
     return named
 
@@ -149,8 +160,11 @@ def named_specials(path, tree):
 MAX_SPECIALS = 65_536
 
 
-def all_specials(path, named, ranks, vocab_size=None):
-    "Names of ids ranks..vocab_size-1 in order; those without a name of their own are `<|reserved_token_i|>`."
+def all_specials(path: Path, named: dict[int, str], ranks: int, vocab_size: int | None = None) -> list[str]:
+    """Names of the ids ranks..vocab_size-1 in order. An id that is not in `named` is `<|reserved_token_i|>`.
+
+    `vocab_size` None means one more than the last named id. Raises TokenizerError.
+    """
     end = max(named, default=ranks - 1) + 1 if vocab_size is None else vocab_size
     for i in sorted(named):
         if i < ranks:
@@ -158,19 +172,24 @@ def all_specials(path, named, ranks, vocab_size=None):
         if i >= end:
             raise TokenizerError(f"{path}: {named[i]!a} has id {i}, expected less than the vocabulary size {end}")
     if named and min(named) != ranks:
-        raise TokenizerError(f"{path}: control ids start at {min(named)}, expected {ranks}, the number of ranks in tiktoken.model")
+        raise TokenizerError(f"{path}: control ids start at {min(named)}, expected {ranks}, "
+                             "the number of ranks in tiktoken.model")
     if not 0 <= end - ranks <= MAX_SPECIALS:
-        raise TokenizerError(f"{path}: {end - ranks:,} control ids after {ranks:,} ranks, expected 0 to {MAX_SPECIALS:,}")
+        raise TokenizerError(f"{path}: {end - ranks:,} control ids after {ranks:,} ranks, "
+                             f"expected 0 to {MAX_SPECIALS:,}")
     names = [named.get(i, f"<|reserved_token_{i}|>") for i in range(ranks, end)]
-    first = {}
+    first = dict[str, int]()
     for i, name in enumerate(names, ranks):
         if first.setdefault(name, i) != i:
             raise TokenizerError(f"{path}: {name!a} has two ids, {first[name]} and {i}")
     return names
 
 
-def stop_ids(path, tree, ids):
-    "Ids that end a reply, found by name in `ids` {name: id}: end of message, end of sequence and the file's eos_token."
+def stop_ids(path: Path, tree: dict[str, Any], ids: dict[str, int]) -> tuple[int, ...]:
+    """Ids that end a reply, ascending: those of the names for end of message and end of sequence, and of `eos_token`.
+
+    `ids`: {name: id}. `tree`: the object that `path` holds. Raises TokenizerError if its eos_token has no id.
+    """
     eos = tree.get("eos_token")
     eos = eos.get("content") if isinstance(eos, dict) else eos
     if eos is not None and (not isinstance(eos, str) or eos not in ids):
@@ -179,27 +198,37 @@ def stop_ids(path, tree, ids):
 
 
 class StreamDecoder:
-    "Ids in, whole characters out. Bytes of an unfinished character wait for the next id."
+    """Ids in, whole characters out. The bytes of an unfinished character wait for the next id.
 
-    def __init__(self, tokenizer, errors="replace"):
-        "errors='surrogateescape' keeps invalid bytes: text.encode('utf-8', 'surrogateescape') gives them back."
+    `errors` is a codec's error handler for invalid bytes: 'replace' shows U+FFFD, 'surrogateescape' keeps the bytes,
+    and text.encode('utf-8', 'surrogateescape') gives them back.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", errors: str = "replace"):
         self.tokenizer = tokenizer
         self.utf8 = codecs.getincrementaldecoder("utf-8")(errors)
 
-    def feed(self, token_id):
-        "The text that `token_id` completes; empty while a character is unfinished."
-        return self.utf8.decode(self.tokenizer.decode([token_id]))
+    def feed(self, token_id: int) -> str:
+        "The text that `token_id` completes, empty while a character is unfinished. Raises TokenizerError."
+        return self.utf8.decode(self.tokenizer.token(token_id))
 
-    def finish(self):
-        "What was still waiting, as invalid bytes: the stream has ended."
+    def finish(self) -> str:
+        "The bytes that still wait, as invalid ones. To be called once, after the last id."
         return self.utf8.decode(b"", final=True)
 
 
 class Tokenizer:
-    "Text to ids and ids to bytes, from `tiktoken.model` and `tokenizer_config.json` in a model's folder."
+    """Text to ids and ids to bytes, from `tiktoken.model` and `tokenizer_config.json` in a model's folder.
 
-    def __init__(self, model_dir, vocab_size=None):
-        "Loads the id table only. `vocab_size` defaults to the last named control id plus one."
+    The fields `blob`, `offsets` (read_ranks), `ranks`, `special_names`, `special_ids`, `vocab_size` and `stop_ids` are
+    set once and never change. `encoder` is None until the first text is encoded, and after drop_encoder().
+    """
+
+    def __init__(self, model_dir: str | os.PathLike, vocab_size: int | None = None):
+        """Read the table. `vocab_size` None means one more than the last named control id.
+
+        Raises FileNotFoundError, and TokenizerError for files that are damaged or contradict each other.
+        """
         folder = Path(model_dir)
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder}: no such model folder")
@@ -211,43 +240,10 @@ class Tokenizer:
         self.special_ids = {name: i for i, name in enumerate(self.special_names, self.ranks)}
         self.vocab_size = self.ranks + len(self.special_names)
         self.stop_ids = stop_ids(path, tree, self.special_ids)
-        self.encoder = None
+        self.encoder: tokenizers.Tokenizer | None = None
 
-    def encode(self, text, allow_special=False):
-        """Ids of `text`, str or bytes. Names of control tokens are plain text unless allow_special.
-        In bytes, what is not UTF-8 keeps its bytes; in str, a lone surrogate becomes U+FFFD, having none."""
-        if isinstance(text, str):
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        else:
-            text = bytes(text).decode("utf-8", "surrogateescape")
-        self.encoder = self.encoder or build_encoder(self.blob, self.offsets)
-        ids = []
-        for i, piece in enumerate(re.split("([\udc80-\udcff]+)", text)):
-            ids += self.encode_invalid(piece) if i % 2 else self.encode_valid(piece, allow_special)
-        return ids
-
-    def encode_valid(self, text, allow_special):
-        "Ids of text without surrogates, cut as the reference cuts it."
-        if not allow_special:
-            return [i for part in cut(text) for i in self.encoder.encode(part, add_special_tokens=False).ids]
-        names = "|".join(map(re.escape, sorted(self.special_names, key=len, reverse=True)))
-        ids = []
-        for part in cut(text):
-            for i, piece in enumerate(re.split(f"({names})", part) if names else [part]):
-                ids += [self.special_ids[piece]] if i % 2 else self.encode_valid(piece, False)
-        return ids
-
-    def encode_invalid(self, escaped):
-        "Ids of a run of bytes that are not UTF-8, merged by rank as one piece."
-        data = escaped.encode("utf-8", "surrogateescape")
-        return [token.id for token in self.encoder.model.tokenize(as_chars(data))]
-
-    def encode_segments(self, segments):
-        "Ids of (text, allow_special) pairs, each encoded alone, so that a segment's edge is a token's edge."
-        return [i for text, allow_special in segments for i in self.encode(text, bool(allow_special))]
-
-    def token(self, token_id):
-        "The bytes of one id; of a control id, its name."
+    def token(self, token_id: int) -> bytes:
+        "The bytes of one id, of a control id its name. Raises TokenizerError if there is no such id."
         i = index(token_id)
         if not 0 <= i < self.vocab_size:
             raise TokenizerError(f"token id {i}: expected 0..{self.vocab_size - 1}")
@@ -255,29 +251,62 @@ class Tokenizer:
             return self.special_names[i - self.ranks].encode()
         return self.blob[self.offsets[i] : self.offsets[i + 1]]
 
-    def decode(self, ids):
-        "The bytes of a sequence of ids, exactly; they need not be whole UTF-8."
+    def encode(self, text: str | bytes, allow_special: bool = False) -> list[int]:
+        """Ids of `text`. Names of control tokens are plain text unless `allow_special`.
+
+        Bytes that are not UTF-8 are kept. A lone surrogate of a str has no bytes and becomes U+FFFD.
+        """
+        if isinstance(text, str):
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        else:
+            text = bytes(text).decode("utf-8", "surrogateescape")
+        encoder = self.encoder = self.encoder or build_encoder(self.blob, self.offsets)
+        ids: list[int] = []
+        for i, piece in enumerate(re.split("([\udc80-\udcff]+)", text)):
+            if i % 2:  # a run of bytes that are not UTF-8, merged by rank as one piece
+                data = piece.encode("utf-8", "surrogateescape")
+                ids += [token.id for token in encoder.model.tokenize(as_chars(data))]
+            else:
+                for part in cut(piece):
+                    ids += self._encode_part(encoder, part, allow_special)
+        return ids
+
+    def _encode_part(self, encoder, part, allow_special):
+        "Ids of a part of a text without surrogates."
+        if not (allow_special and self.special_names):
+            return encoder.encode(part, add_special_tokens=False).ids
+        names = "|".join(map(re.escape, sorted(self.special_names, key=len, reverse=True)))
+        ids = []
+        for i, piece in enumerate(re.split(f"({names})", part)):
+            ids += [self.special_ids[piece]] if i % 2 else encoder.encode(piece, add_special_tokens=False).ids
+        return ids
+
+    def encode_segments(self, segments: Iterable[tuple[str, Any]]) -> list[int]:
+        "Ids of (text, allow_special) pairs, each encoded alone."
+        return [i for text, allow_special in segments for i in self.encode(text, bool(allow_special))]
+
+    def decode(self, ids: Iterable[int]) -> bytes:
+        "The bytes of a sequence of ids, exactly; they need not be whole UTF-8. Raises TokenizerError."
         return b"".join(map(self.token, ids))
 
-    def stream(self, errors="replace"):
-        "A StreamDecoder over this vocabulary."
+    def stream(self, errors: str = "replace") -> StreamDecoder:
+        "A new StreamDecoder over this vocabulary."
         return StreamDecoder(self, errors)
 
-    def drop_encoder(self):
-        "Frees what encode built (on the released vocabulary over 100 MB) and returns it to the system. decode needs none of it."
+    def drop_encoder(self) -> None:
+        "Free the encoder, over 100 MB for the released vocabulary, and give its memory back to the system."
         self.encoder = None
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim:
-            trim(0)
+        trim_freed_memory()
 
 
-def open_tokenizer(path, config):
-    "The folder's Tokenizer, or None where it holds no vocabulary; a link to one that is gone is not none."
+def open_tokenizer(path: str | os.PathLike, config: Config) -> Tokenizer | None:
+    "The Tokenizer of the model folder `path`, None where the folder has no `tiktoken.model`. Raises as Tokenizer does."
     return Tokenizer(path, config.vocab_size) if os.path.lexists(Path(path) / "tiktoken.model") else None
 
 
 __all__ = [
-    "TokenizerError", "MAX_RANKS_BYTES", "MAX_JSON_BYTES", "read_ranks", "UPPER", "LOWER", "ENDING", "PATTERN",
-    "byte_alphabet", "BYTE_CHARS", "as_chars", "build_encoder", "CUT_CHARS", "RUN_CHARS", "cut", "read_json",
-    "named_specials", "MAX_SPECIALS", "all_specials", "stop_ids", "StreamDecoder", "Tokenizer", "open_tokenizer",
+    "TokenizerError", "MAX_RANKS_BYTES", "MAX_JSON_BYTES", "token_of", "read_ranks", "UPPER", "LOWER", "ENDING",
+    "PATTERN", "byte_alphabet", "BYTE_CHARS", "as_chars", "build_encoder", "CUT_CHARS", "RUN_CHARS", "cut",
+    "read_json", "named_specials", "MAX_SPECIALS", "all_specials", "stop_ids", "StreamDecoder", "Tokenizer",
+    "open_tokenizer",
 ]

@@ -3,26 +3,33 @@
 Made from book/05_streaming/14_trace.py: edit that, then run `make export`.
 """
 
+from os import PathLike
 from pathlib import Path
+
 import numpy as np
 
-
-MOST_EXPERTS = 1 << 16  # of a layer; a larger number is damage
-
-
-class TraceError(ValueError):
-    "A trace that cannot be replayed: names the file, the place, and what was expected there."
+from k3lib.fileio import UsageError
 
 
-def packed_trace(requests):
+Pass = list[tuple[int, list[int]]]  # (layer, experts) for each MoE layer, in the order of the requests
+
+MAX_EXPERTS = 1 << 16  # of a layer; a larger number is damage
+
+
+class TraceError(UsageError):
+    "A trace that cannot be replayed. One line: the file, the place, what was found, what was expected."
+
+
+def packed_trace(requests: list[tuple[int, int]]) -> bytes:
     "The bytes of a trace file for `requests`, (layer, expert) pairs in order: two little-endian uint32 each."
     return np.array(requests, "<u4").reshape(-1, 2).tobytes()
 
 
-def read_trace(path):
+def read_trace(path: str | PathLike) -> list[Pass]:
     """The passes of a trace file, each a list of (layer, experts), as they were requested.
 
-    Raises FileNotFoundError, and TraceError for a file that ends too early or whose passes do not all walk the layers of the first.
+    Raises FileNotFoundError if there is no such file. Raises TraceError if the file ends too early, if an expert's
+    number is too large, or if a pass has other layers than the first.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path}: {'is a folder' if Path(path).is_dir() else 'no such file'}")
@@ -30,41 +37,45 @@ def read_trace(path):
     if not data or len(data) % 8:
         raise TraceError(f"{path}: ends at byte {len(data)}, but a trace is whole requests of 8 bytes, at least one")
     layers, experts = np.frombuffer(data, "<u4").reshape(-1, 2).T.astype(np.int64)
-    worst = int(experts.argmax())
-    if experts[worst] >= MOST_EXPERTS:
-        raise TraceError(f"{path}: request {worst}, at byte {8 * worst}, is for expert {experts[worst]}: no layer has {MOST_EXPERTS}")
+    largest = int(experts.argmax())
+    if experts[largest] >= MAX_EXPERTS:
+        raise TraceError(f"{path}: request {largest}, at byte {8 * largest}, is for expert {experts[largest]}: "
+                         f"no layer has {MAX_EXPERTS}")
     ends = [*(np.flatnonzero(np.diff(layers)) + 1).tolist(), len(layers)]
-    return _passes(path, [(begin, int(layers[begin]), experts[begin:end].tolist()) for begin, end in zip([0, *ends], ends)], len(data))
+    groups = [(begin, int(layers[begin]), experts[begin:end].tolist()) for begin, end in zip([0, *ends], ends)]
+    return _passes(path, groups, len(data))
 
 
 def _passes(path, groups, nbytes):
-    "`groups`, (first request, layer, experts), cut where a pass begins. Raises TraceError."
-    n = next((i for i in range(1, len(groups)) if groups[i][1] < groups[i - 1][1]), len(groups))
+    "`groups`, (number of the first request, layer, experts), divided where a pass begins. Raises TraceError."
+    n = next((i for i in range(1, len(groups)) if groups[i][1] < groups[i - 1][1]), len(groups))  # layers of a pass
     if n == 1:
-        raise TraceError(f"{path}: every request is for layer {groups[0][1]}, and where a pass ends is seen only with two layers or more")
+        raise TraceError(f"{path}: every request is for layer {groups[0][1]}, "
+                         "and where a pass ends is seen only with two layers or more")
     for i, (begin, layer, _) in enumerate(groups):
         if layer != groups[i % n][1]:
-            raise TraceError(f"{path}: request {begin}, at byte {8 * begin}, is for layer {layer}: layer {groups[i % n][1]} is next, as in the first pass")
+            raise TraceError(f"{path}: request {begin}, at byte {8 * begin}, is for layer {layer}: "
+                             f"layer {groups[i % n][1]} is next, as in the first pass")
     if len(groups) % n:
         raise TraceError(f"{path}: ends at byte {nbytes}, inside a pass: layer {groups[len(groups) % n][1]} is next")
     return [[(layer, chosen) for _, layer, chosen in groups[i:i + n]] for i in range(0, len(groups), n)]
 
 
-def steps_of(passes):
-    """What a cache is asked for: (steps, number of recomputed passes). A step is a list of (layer, each expert once, ascending).
+def steps_of(passes: list[Pass]) -> tuple[list[Pass], int]:
+    """What a cache is asked for: (steps, number of passes that repeat the one before).
 
-    A pass that begins, in every layer, with all requests of the pass before and goes on has computed those tokens again, as a
-    decoder without state does. Of such a pass only what is new is replayed.
+    A step is a list of (layer, each expert once, ascending). A pass repeats the one before if in every layer it begins
+    with all of that pass's requests and then has more. Of such a pass only the requests that are new are in the step.
     """
-    steps, recomputed = [], 0
-    for before, now in zip([None, *passes], passes):
-        again = before is not None and all(len(b) > len(a) and b[:len(a)] == a for (_, a), (_, b) in zip(before, now))
-        skipped = [len(chosen) for _, chosen in before] if again else [0] * len(now)
+    steps, repeated = [], 0
+    for before, now in zip([[], *passes], passes):
+        repeats = before != [] and all(len(b) > len(a) and b[:len(a)] == a for (_, a), (_, b) in zip(before, now))
+        skipped = [len(chosen) for _, chosen in before] if repeats else [0] * len(now)
         steps.append([(layer, sorted(set(chosen[skip:]))) for (layer, chosen), skip in zip(now, skipped)])
-        recomputed += again
-    return steps, recomputed
+        repeated += repeats
+    return steps, repeated
 
 
 __all__ = [
-    "MOST_EXPERTS", "TraceError", "packed_trace", "read_trace", "steps_of",
+    "Pass", "MAX_EXPERTS", "TraceError", "packed_trace", "read_trace", "steps_of",
 ]

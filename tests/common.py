@@ -1,16 +1,22 @@
-"What tests share: the embedded model, comparisons that name the place, the smallest budget, the command, samples of large grids."
+"What tests share: the embedded model, comparisons that name the place, budgets, the command, samples of large grids."
 import contextlib
+import dataclasses
 import hashlib
 import io
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import k3lib
+from k3lib import engine
+from k3lib.cli import main
+from k3lib.plan import PlanError, make_plan
 
 ROOT = Path(__file__).resolve().parents[1]
 FIXTURES = ROOT / "fixtures"
@@ -19,7 +25,8 @@ MODEL = ORACLE / "model"
 EXPECTED = json.loads((ORACLE / "expected.json").read_text())
 PROMPT = ",".join(map(str, EXPECTED["prompt_ids"]))
 
-TOLERANCE = 1e-5  # of the largest magnitude: at least ten times what float32 differs from float64 (fixtures/ops/README.md)
+# of the largest magnitude: at least ten times what float32 differs from float64 (fixtures/ops/README.md)
+TOLERANCE = 1e-5
 
 
 # Comparisons
@@ -37,13 +44,13 @@ def within(name, found, expected, allowed):
     assert found.shape == expected.shape, f"{name}: shape {found.shape}, expected {expected.shape}"
     assert np.isfinite(found).all(), f"{name}: not finite first at {np.argwhere(~np.isfinite(found))[0]}"
     difference = np.abs(found - expected)
+    where = np.unravel_index(difference.argmax(), difference.shape)
     assert difference.max() <= allowed, (
-        f"{name}: largest difference {difference.max():.3g} at {np.unravel_index(difference.argmax(), difference.shape)}, "
-        f"allowed {allowed:.3g}")
+        f"{name}: largest difference {difference.max():.3g} at {where}, allowed {allowed:.3g}")
 
 
 def close(name, found, expected, tolerance=TOLERANCE):
-    "Every element of `found` is finite and differs from `expected` by at most `tolerance` of the largest magnitude expected."
+    "Every element of `found` is finite and differs from `expected` by at most `tolerance` of the largest magnitude."
     within(name, found, expected, tolerance * np.abs(expected).max())
 
 
@@ -55,7 +62,8 @@ def same(name, found, expected):
     different = np.argwhere(found.view(bits) != expected.view(bits))
     if len(different):
         at = tuple(map(int, different[0]))
-        pytest.fail(f"{name}: {len(different)} of {found.size} elements differ, the first at {at}: {found[at]!r} and {expected[at]!r}")
+        pytest.fail(f"{name}: {len(different)} of {found.size} elements differ, "
+                    f"the first at {at}: {found[at]!r} and {expected[at]!r}")
 
 
 def bf16(array):
@@ -68,21 +76,38 @@ def digest(*arrays):
     return hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)).hexdigest()
 
 
+def until(true, seconds=5):
+    "Wait for true() to become true, and a little longer for what should not happen."
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.02)
+
+
 # Budgets
 
 def least(folder=MODEL, context=32):
     "The smallest budget in bytes for the model in `folder`, in this process, now."
-    from k3lib.plan import PlanError
     with pytest.raises(PlanError) as refused:
         k3lib.load(folder, 1, context=context)
     return refused.value.least
+
+
+def load_with(experts, *args, **options):
+    "k3lib.load(*args, **options) with the plan's layout of experts replaced by `experts`, or by experts(layout)."
+    def changed(*args, **options):
+        plan = make_plan(*args, **options)
+        layout = experts(plan.layout.experts) if callable(experts) else experts
+        return dataclasses.replace(plan, layout=dataclasses.replace(plan.layout, experts=layout))
+
+    with mock.patch.object(engine, "make_plan", changed):
+        return k3lib.load(*args, **options)
 
 
 # The command
 
 def k3(*args):
     "Run `k3` with these arguments in this process; a CompletedProcess with returncode, stdout and stderr."
-    from k3lib.cli import main
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -115,5 +140,20 @@ def grid(cases, sampled):
 
     A sample is drawn by rule, never by chance, and the rule names the hard cases.
     """
-    return [case if sampled(number, case) else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.large)
-            for number, case in enumerate(cases)]
+    def large(case):
+        return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.large)
+    return [case if sampled(number, case) else large(case) for number, case in enumerate(cases)]
+
+
+# Requests of experts
+
+def recurring(reuse, steps, layers=30, k=8, experts=64, seed=0):
+    "Steps of a trace, [(layer, ids)], in which a share `reuse` of each layer's `k` experts stays from step to step."
+    rng = np.random.default_rng(seed)
+    chosen = [rng.choice(experts, k, replace=False) for _ in range(layers)]
+    for _ in range(steps):
+        for layer in range(layers):
+            keep = chosen[layer][rng.random(k) < reuse]
+            others = np.setdiff1d(np.arange(experts), keep)
+            chosen[layer] = np.concatenate([keep, rng.choice(others, k - len(keep), replace=False)])
+        yield [(layer, sorted(ids.tolist())) for layer, ids in enumerate(chosen)]

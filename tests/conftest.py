@@ -1,4 +1,4 @@
-"What pytest does for all tests: samples of large grids unless `--all` is given, and fixtures that hold still what would move."
+"What pytest does for all tests: samples of large grids unless `--all` is given, and fixtures that fix what varies."
 import pytest
 from hypothesis import settings
 
@@ -10,7 +10,8 @@ settings.load_profile("book")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="run every case of the large grids, instead of a sample that holds each kind of case")
+    parser.addoption("--all", action="store_true",
+                     help="run every case of the large grids, instead of a sample that holds each kind of case")
 
 
 def pytest_configure(config):

@@ -1,7 +1,7 @@
 """`make faults`: damage the embedded model in some hundred seeded ways, decode each, and say what came of it.
 
-Right are two answers: the ids of the undamaged model, or an error of the right kind (its exit code, one line, and in it the
-name of the file, tensor or field). Other ids without an error are right only where no reader could know without a
+Right are two answers: the ids of the undamaged model, or an error of the right kind (its exit code, one line, and in it
+the name of the file, tensor or field). Other ids without an error are right only where no reader could know without a
 manifest, and only if `k3 verify` then finds the damage. Exit code 1 if any case is wrong.
 """
 import argparse
@@ -32,7 +32,7 @@ import k3lib.synth  # noqa: F401 what an error's exit code is may not have to be
 INDEX, CONFIG, RANKS, CONTROL = "model.safetensors.index.json", "config.json", "tiktoken.model", "tokenizer_config.json"
 SHARDS = sorted(path.name for path in MODEL.glob("*.safetensors"))
 USED = SHARDS[:14]  # the last two hold the image side, of which decoding reads no byte
-LAYER = "language_model.model.layers."
+LAYER, EMBED = "language_model.model.layers.", "language_model.model.embed_tokens.weight"
 TEXT, IDS = ("--prompt", "The capital of France is"), ("--ids", "466,261,312,284,313,379,220,37,81,307,306,472")
 SECONDS = 600  # a case that takes longer has hung: the process ends and says where
 
@@ -44,7 +44,7 @@ SAME, SILENT = "same ids", "silent difference"
 
 
 class Case(NamedTuple):
-    "`damage(folder)` spoils a copy of the model; `code` and all of `words` (any one of each tuple) belong to its refusal."
+    "`damage(folder)` spoils a copy of the model. Its refusal has `code` and all of `words` (any one of each tuple)."
     group: str
     what: str
     damage: Callable
@@ -78,14 +78,15 @@ def put_together(text, payload):
     return len(text).to_bytes(8, "little") + text + payload
 
 
-HEADERS = {name: {tensor: entry for tensor, entry in taken_apart((MODEL / name).read_bytes())[0].items() if tensor != "__metadata__"} for name in SHARDS}
+HEADERS = {name: {tensor: entry for tensor, entry in taken_apart((MODEL / name).read_bytes())[0].items()
+                  if tensor != "__metadata__"} for name in SHARDS}
 PLACE = {tensor: shard for shard, header in HEADERS.items() for tensor in header}
 TREES = {name: json.loads((MODEL / name).read_text()) for name in (INDEX, CONFIG, CONTROL)}
 LINES = (MODEL / RANKS).read_bytes().splitlines(keepends=True)
 
 
 def header(shard, change):
-    "Damage: `change` the header of `shard`, a dict or its text; what it returns, if anything, takes the header's place."
+    "Damage: change(header of `shard` as a dict). What it returns, a dict or text, takes the header's place."
     def damage(folder):
         entries, payload = taken_apart((MODEL / shard).read_bytes())
         changed = change(entries)
@@ -112,6 +113,11 @@ def tree(name, change):
     return damage
 
 
+def terabyte(name):
+    "Damage: a file that says it has a terabyte, nearly all of it a hole."
+    return lambda folder: [put(folder / name, b"{"), os.truncate(folder / name, 10**12)]
+
+
 def at(path, value):
     "Change of a tree: the value at a dotted path, or none there."
     def change(found):
@@ -126,13 +132,16 @@ ABSENT = object()
 
 
 def tensors(edit, indexed=True):
-    """Damage: `edit` the model as {shard: {tensor: (dtype, shape, bytes)}}, then write what differs, headers and payloads in
-    agreement, and an index that agrees as well if `indexed`."""
+    """Damage: `edit` the model as {shard: {tensor: (dtype, shape, bytes)}}, then write the shards that differ.
+
+    Their headers and payloads agree, and so does the index if `indexed`.
+    """
     def damage(folder):
         model = {}
         for shard, entries in HEADERS.items():
             payload = taken_apart((MODEL / shard).read_bytes())[1]
-            model[shard] = {name: (e["dtype"], e["shape"], payload[slice(*e["data_offsets"])]) for name, e in entries.items()}
+            model[shard] = {name: (e["dtype"], e["shape"], payload[slice(*e["data_offsets"])])
+                            for name, e in entries.items()}
         before = {shard: dict(held) for shard, held in model.items()}
         edit(model)
         for shard, held in model.items():
@@ -151,7 +160,8 @@ def tensors(edit, indexed=True):
 def some_byte(rng, name, low=0, high=None, byte=None):
     "Damage: one byte of a file between two places, replaced by another, one of `byte` if given, taken out or put in."
     size = (MODEL / name).stat().st_size
-    place, how = rng.randrange(low, size if high is None else high), rng.choice("replace take put".split()) if byte is None else "replace"
+    place = rng.randrange(low, size if high is None else high)
+    how = rng.choice("replace take put".split()) if byte is None else "replace"
 
     def change(data):
         new = rng_byte(random.Random(place), data[place]) if byte is None else byte(data[place])
@@ -167,7 +177,8 @@ def rng_byte(rng, old):
 
 def some_tensor(rng, shards=USED, fits=lambda name, entry: True):
     "(shard, name, entry) of a random tensor."
-    shard, name = rng.choice([(shard, name) for shard in shards for name, entry in HEADERS[shard].items() if fits(name, entry)])
+    shard, name = rng.choice([(shard, name) for shard in shards for name, entry in HEADERS[shard].items()
+                              if fits(name, entry)])
     return shard, name, HEADERS[shard][name]
 
 
@@ -177,16 +188,18 @@ GROUPS = []
 
 
 def group(make):
-    "Marks a function that yields (what, damage, ...) as a class of damage; its name without underscores is the class's."
+    "Mark a function that yields (what, damage, ...) as a class of damage. The class has the function's name."
     GROUPS.append(make)
     return make
 
 
 @group
 def header_length(rng):
-    for length in 0, 1, 2, 9, 1 << 31, 100_000_000, 100_000_001, 400_000_000, 1 << 62, 1 << 63, (1 << 64) - 1, rng.randrange(1 << 64):
+    for length in (0, 1, 2, 9, 1 << 31, 100_000_000, 100_000_001, 400_000_000, 1 << 62, 1 << 63, (1 << 64) - 1,
+                   rng.randrange(1 << 64)):
         shard = rng.choice(USED)
-        yield f"length {length:,}", text(shard, lambda data, n=length: n.to_bytes(8, "little") + data[8:]), REFUSED, 4, (shard, "header")
+        yield (f"length {length:,}", text(shard, lambda data, n=length: n.to_bytes(8, "little") + data[8:]), REFUSED, 4,
+               (shard, "header"))
     for step in -9, -8, -2, -1, 1, 2, 8, 4096:
         shard = rng.choice(USED)
         wrong = lambda data, n=step: (int.from_bytes(data[:8], "little") + n).to_bytes(8, "little") + data[8:]
@@ -202,13 +215,18 @@ def header_length(rng):
 @group
 def header_text(rng):
     for label, change in {
-        "empty object": lambda e: {}, "a list": lambda e: json.dumps([e]).encode(), "null": lambda e: b"null", "a number": lambda e: b"12",
-        "nested 100,000 deep": lambda e: b'{"a":' + b"[" * 100_000, "spaces": lambda e: b" " * 80, "nothing": lambda e: b"\0" * 80,
-        "not UTF-8": lambda e: json.dumps(e).encode().replace(b"language", b"l\xffnguage", 1), "UTF-16": lambda e: json.dumps(e).encode("utf-16"),
+        "empty object": lambda e: {}, "a list": lambda e: json.dumps([e]).encode(), "null": lambda e: b"null",
+        "a number": lambda e: b"12",
+        "nested 100,000 deep": lambda e: b'{"a":' + b"[" * 100_000, "spaces": lambda e: b" " * 80,
+        "nothing": lambda e: b"\0" * 80,
+        "not UTF-8": lambda e: json.dumps(e).encode().replace(b"language", b"l\xffnguage", 1),
+        "UTF-16": lambda e: json.dumps(e).encode("utf-16"),
         "single quotes": lambda e: repr(e).encode(), "a comma too many": lambda e: json.dumps(e).encode()[:-1] + b",}",
         "cut": lambda e: json.dumps(e).encode()[:-20], "text after it": lambda e: json.dumps(e).encode() + b" x",
-        "two objects": lambda e: json.dumps(e).encode() + b"{}", "a byte order mark": lambda e: b"\xef\xbb\xbf" + json.dumps(e).encode(),
-        "metadata of numbers": lambda e: {**e, "__metadata__": {"format": 1}}, "metadata a list": lambda e: {**e, "__metadata__": []},
+        "two objects": lambda e: json.dumps(e).encode() + b"{}",
+        "a byte order mark": lambda e: b"\xef\xbb\xbf" + json.dumps(e).encode(),
+        "metadata of numbers": lambda e: {**e, "__metadata__": {"format": 1}},
+        "metadata a list": lambda e: {**e, "__metadata__": []},
         "half a surrogate pair": lambda e: {"\ud800": {}, **e},
         "a number of 5,000 digits": lambda e: json.dumps(e).encode()[:-1] + b',"x":' + b"9" * 5000 + b"}",
     }.items():
@@ -217,7 +235,8 @@ def header_text(rng):
     for again in "same entry", "another entry":
         shard, name, mine = some_tensor(rng)
         other = mine if again == "same entry" else HEADERS[shard][rng.choice([*HEADERS[shard]])]
-        twice = lambda e, name=name, other=other: json.dumps(e).encode()[:-1] + f",{json.dumps(name)}:{json.dumps(other)}}}".encode()
+        added = f",{json.dumps(name)}:{json.dumps(other)}}}".encode()
+        twice = lambda e, added=added: json.dumps(e).encode()[:-1] + added
         yield f"name twice, {again}", header(shard, twice), REFUSED, 4, (shard, name)
     for how in {"indent": 1}, {"separators": (" , ", " : ")}, {"sort_keys": True}:
         shard = rng.choice(USED)
@@ -240,9 +259,11 @@ def header_fields(rng):
         side = rng.randrange(2)
         offsets = [bad if i == side else place for i, place in enumerate(mine["data_offsets"])]
         yield f"offset {side} is {bad!r}", entry(shard, name, data_offsets=offsets), REFUSED, 4, (shard, name)
-    for field, value in (("dtype", "BF17"), ("dtype", "bf16"), ("dtype", None), ("dtype", 16), ("dtype", ["BF16"]), ("dtype", ""), ("shape", None),
-                         ("shape", 8), ("shape", {}), ("shape", [1] * 40), ("shape", [1 << 62, 4]), ("shape", [0]), ("shape", []),
-                         ("data_offsets", [0]), ("data_offsets", []), ("data_offsets", None), ("data_offsets", [0, 2, 4]), ("data_offsets", {"0": 1})):
+    for field, value in (("dtype", "BF17"), ("dtype", "bf16"), ("dtype", None), ("dtype", 16), ("dtype", ["BF16"]),
+                         ("dtype", ""), ("shape", None), ("shape", 8), ("shape", {}), ("shape", [1] * 40),
+                         ("shape", [1 << 62, 4]), ("shape", [0]), ("shape", []), ("data_offsets", [0]),
+                         ("data_offsets", []), ("data_offsets", None), ("data_offsets", [0, 2, 4]),
+                         ("data_offsets", {"0": 1})):
         shard, name, _ = some_tensor(rng, fits=lambda name, e: e["shape"] != value and len(e["shape"]) > 1)
         yield f"{field} {value!r}", entry(shard, name, **{field: value}), REFUSED, 4, (shard, name)
     for field in "dtype", "shape", "data_offsets":
@@ -251,7 +272,8 @@ def header_fields(rng):
     for value in [], {}, None, 3, "x", {"dtype": "U8", "shape": [], "data_offsets": [0, 1], "more": 1}:
         shard, name, _ = some_tensor(rng)
         yield f"entry {value!r}", header(shard, lambda e, n=name, v=value: e.update({n: v})), REFUSED, 4, (shard, name)
-    for dtype, other in (("BF16", "F16"), ("BF16", "I16"), ("F32", "I32"), ("U8", "I8"), ("U8", "F8_E4M3"), ("BF16", "F32"), ("U8", "BF16")):
+    for dtype, other in (("BF16", "F16"), ("BF16", "I16"), ("F32", "I32"), ("U8", "I8"), ("U8", "F8_E4M3"),
+                         ("BF16", "F32"), ("U8", "BF16")):
         shard, name, _ = some_tensor(rng, SHARDS[1:3], lambda name, e: e["dtype"] == dtype)
         yield f"{dtype} called {other}", entry(shard, name, dtype=other), REFUSED, 4, (shard, name)
     for _ in range(6):
@@ -263,23 +285,29 @@ def header_fields(rng):
 
 @group
 def extents(rng):
-    for step, move in ((-2, "begin"), (-2, "end"), (2, "begin"), (2, "end"), (-2, "both"), (2, "both"), (4096, "both"), (1 << 40, "both"), (1 << 40, "end")):
+    for step, move in ((-2, "begin"), (-2, "end"), (2, "begin"), (2, "end"), (-2, "both"), (2, "both"), (4096, "both"),
+                       (1 << 40, "both"), (1 << 40, "end")):
         shard, name, mine = some_tensor(rng, fits=lambda name, e: e["data_offsets"][0] > 4096)
         begin, end = mine["data_offsets"]
         offsets = [begin + step * (move != "end"), end + step * (move != "begin")]
-        yield f"{move} moved by {step:,}", entry(shard, name, data_offsets=offsets), REFUSED, 4, (shard, tuple(HEADERS[shard]))
+        yield (f"{move} moved by {step:,}", entry(shard, name, data_offsets=offsets), REFUSED, 4,
+               (shard, tuple(HEADERS[shard])))
     for label, change in {
-        "backwards": lambda b, e: [e, b], "at the front": lambda b, e: [0, e - b], "counted from the file's start": lambda b, e: [b + 8000, e + 8000],
+        "backwards": lambda b, e: [e, b], "at the front": lambda b, e: [0, e - b],
+        "counted from the file's start": lambda b, e: [b + 8000, e + 8000],
         "negative": lambda b, e: [b - e, 0], "empty": lambda b, e: [b, b],
     }.items():
         shard, name, mine = some_tensor(rng, fits=lambda name, e: e["data_offsets"][0] > 0)
-        yield label, entry(shard, name, data_offsets=change(*mine["data_offsets"])), REFUSED, 4, (shard, tuple(HEADERS[shard]))
+        yield (label, entry(shard, name, data_offsets=change(*mine["data_offsets"])), REFUSED, 4,
+               (shard, tuple(HEADERS[shard])))
     for _ in range(4):
         shard, name, mine = some_tensor(rng, USED[:13])
-        yield "the place of another size", entry(shard, name, data_offsets=next(
-            e["data_offsets"] for e in HEADERS[shard].values() if e["shape"] != mine["shape"] and e["dtype"] != mine["dtype"])), REFUSED, 4, (shard, name)
+        other = next(e["data_offsets"] for e in HEADERS[shard].values()
+                     if e["shape"] != mine["shape"] and e["dtype"] != mine["dtype"])
+        yield "the place of another size", entry(shard, name, data_offsets=other), REFUSED, 4, (shard, name)
     for _ in range(3):
-        shard, one, _ = some_tensor(rng, fits=lambda name, e: "w1.weight_packed" in name or "lm_head" in name or "o_proj" in name)
+        fits = lambda name, e: "w1.weight_packed" in name or "lm_head" in name or "o_proj" in name
+        shard, one, _ = some_tensor(rng, fits=fits)
         mine = HEADERS[shard][one]
         other = next((n for n, e in HEADERS[shard].items() if e["shape"] == mine["shape"] and n != one), None)
         if other:
@@ -293,12 +321,14 @@ def held_tensors(rng):
         shard, name, _ = some_tensor(rng)
         yield f"{name} missing", tensors(lambda m, s=shard, n=name: m[s].pop(n)), REFUSED, 4, (name,)
         shard, name, _ = some_tensor(rng)
-        yield f"{name} missing, the index still lists it", tensors(lambda m, s=shard, n=name: m[s].pop(n), False), REFUSED, 4, (INDEX, name)
+        yield (f"{name} missing, the index still lists it", tensors(lambda m, s=shard, n=name: m[s].pop(n), False),
+               REFUSED, 4, (INDEX, name))
     for L, e in (1, 0), (7, 11), (12, 15):
         expert = f"{LAYER}{L}.block_sparse_moe.experts.{e}."
         gone = lambda m, s=SHARDS[L], p=expert: [m[s].pop(n) for n in [*m[s]] if n.startswith(p)]
         yield f"expert {e} of layer {L} missing", tensors(gone), REFUSED, 4, (expert, "6 tensors")
-    for name in f"{LAYER}13.input_layernorm.weight", f"{LAYER}3.block_sparse_moe.experts.16.w1.weight_packed", "language_model.x":
+    for name in (f"{LAYER}13.input_layernorm.weight", f"{LAYER}3.block_sparse_moe.experts.16.w1.weight_packed",
+                 "language_model.x"):
         shard = rng.choice(USED)
         more = lambda m, s=shard, n=name: m[s].update({n: ("U8", [4], b"abcd")})
         yield f"one more, {name}", tensors(more), REFUSED, 4, (shard, name)
@@ -306,7 +336,8 @@ def held_tensors(rng):
         shard = rng.choice(USED)
         more = lambda m, s=shard, n=name: m[s].update({n: ("U8", [4], b"abcd")})
         yield f"one more, {name!r}", tensors(more), HARMLESS
-        yield f"one more, {name!r}, not in the index", tensors(more, False), REFUSED, 4, (INDEX, ("total_size", repr(name)))
+        yield (f"one more, {name!r}, not in the index", tensors(more, False), REFUSED, 4,
+               (INDEX, ("total_size", repr(name))))
     for _ in range(4):
         shard, name, _ = some_tensor(rng)
         other = name + "_"
@@ -319,7 +350,8 @@ def held_tensors(rng):
         moved = lambda m, a=shard, b=to, n=name: m[b].update({n: m[a].pop(n)})
         yield f"{name} in another shard", tensors(moved), HARMLESS
         yield f"{name} in another shard than the index says", tensors(moved, False), REFUSED, 4, (INDEX, name)
-        yield f"{name} in two shards", tensors(lambda m, a=shard, b=to, n=name: m[b].update({n: m[a][n]})), REFUSED, 4, (name, shard, to)
+        yield (f"{name} in two shards", tensors(lambda m, a=shard, b=to, n=name: m[b].update({n: m[a][n]})), REFUSED, 4,
+               (name, shard, to))
     for _ in range(3):
         one, name, mine = some_tensor(rng, SHARDS[1:6], lambda name, e: "w2" in name and "packed" in name)
         other = name.replace(f"layers.{USED.index(one)}.", f"layers.{USED.index(one) + 5}.")
@@ -328,7 +360,8 @@ def held_tensors(rng):
         def crossed(m, a=one, b=to, n=name, o=other):
             m[a][o], m[b][n] = m[b].pop(o), m[a].pop(n)
         yield "two of different layers change places", tensors(crossed), HARMLESS
-        yield "two of different layers change places, not in the index", tensors(crossed, False), REFUSED, 4, (INDEX, (name, other))
+        yield ("two of different layers change places, not in the index", tensors(crossed, False), REFUSED, 4,
+               (INDEX, (name, other)))
 
         def values(m, a=one, b=to, n=name, o=other):
             m[a][n], m[b][o] = m[b][o], m[a][n]
@@ -338,35 +371,49 @@ def held_tensors(rng):
         stored = lambda m, s=shard, n=name, d=dtype, w=width: m[s].update({n: (d, m[s][n][1], m[s][n][2] * w)})
         yield f"BF16 stored as {dtype}", tensors(stored), REFUSED, 4, (shard, name)
     shard, name, mine = some_tensor(rng, fits=lambda name, e: "q_proj" in name or "o_proj" in name)
-    row = lambda m: m[shard].update({name: ("BF16", [m[shard][name][1][0] - 1, m[shard][name][1][1]], m[shard][name][2][:-2 * m[shard][name][1][1]])})
+    row = lambda m: m[shard].update({name: ("BF16", [m[shard][name][1][0] - 1, m[shard][name][1][1]],
+                                            m[shard][name][2][:-2 * m[shard][name][1][1]])})
     yield "a matrix with a row less", tensors(row), REFUSED, 4, (shard, name)
 
 
 @group
 def index(rng):
     names = [name for shard in USED for name in HEADERS[shard]]
-    for to in SHARDS[0], SHARDS[-1], "model-00017-of-000016.safetensors", "../" + SHARDS[0], "/etc/passwd", "", 3, None, [SHARDS[0]], "..":
+    twice = names[0].encode(), USED[0].encode()
+    for to in (SHARDS[0], SHARDS[-1], "model-00017-of-000016.safetensors", "../" + SHARDS[0], "/etc/passwd", "", 3,
+               None, [SHARDS[0]], ".."):
         name = rng.choice([n for n in names if PLACE[n] != to])
-        yield f"a tensor said to be in {to!r}", tree(INDEX, lambda i, n=name, t=to: i["weight_map"].update({n: t})), REFUSED, 4, (INDEX, name)
+        yield (f"a tensor said to be in {to!r}", tree(INDEX, lambda i, n=name, t=to: i["weight_map"].update({n: t})),
+               REFUSED, 4, (INDEX, name))
     for name in rng.sample(names, 3):
-        yield f"{name} not listed", tree(INDEX, lambda i, n=name: i["weight_map"].pop(n) and None), REFUSED, 4, (INDEX, name)
-        yield f"{name} listed with another name", tree(INDEX, lambda i, n=name: i["weight_map"].update({n + ".": i["weight_map"].pop(n)})), REFUSED, 4, (INDEX, name)
+        yield (f"{name} not listed", tree(INDEX, lambda i, n=name: i["weight_map"].pop(n) and None), REFUSED, 4,
+               (INDEX, name))
+        yield (f"{name} listed with another name",
+               tree(INDEX, lambda i, n=name: i["weight_map"].update({n + ".": i["weight_map"].pop(n)})), REFUSED, 4,
+               (INDEX, name))
     for label, change in {
-        "total_size + 1": lambda i: i["metadata"].update(total_size=i["metadata"]["total_size"] + 1), "total_size 0": lambda i: i["metadata"].update(total_size=0),
-        "total_size text": lambda i: i["metadata"].update(total_size="6612160"), "total_size NaN": lambda i: i["metadata"].update(total_size=float("nan")),
-        "no weight_map": lambda i: i.pop("weight_map") and None, "weight_map a list": lambda i: i.update(weight_map=[*i["weight_map"]]),
-        "weight_map empty": lambda i: i.update(weight_map={}), "weight_map null": lambda i: i.update(weight_map=None), "metadata 3": lambda i: i.update(metadata=3),
+        "total_size + 1": lambda i: i["metadata"].update(total_size=i["metadata"]["total_size"] + 1),
+        "total_size 0": lambda i: i["metadata"].update(total_size=0),
+        "total_size text": lambda i: i["metadata"].update(total_size="6612160"),
+        "total_size NaN": lambda i: i["metadata"].update(total_size=float("nan")),
+        "no weight_map": lambda i: i.pop("weight_map") and None,
+        "weight_map a list": lambda i: i.update(weight_map=[*i["weight_map"]]),
+        "weight_map empty": lambda i: i.update(weight_map={}), "weight_map null": lambda i: i.update(weight_map=None),
+        "metadata 3": lambda i: i.update(metadata=3),
     }.items():
         yield label, tree(INDEX, change), REFUSED, 4, (INDEX,)
     for label, change in {
-        "empty": lambda data: b"", "one byte": lambda data: b"{", "half": lambda data: data[:len(data) // 2], "twice": lambda data: data * 2,
-        "a list": lambda data: b"[" + data + b"]", "zeros": lambda data: bytes(len(data)), "nested": lambda data: b'{"weight_map":' + b"[" * 10**5,
-        "a pointer to large files": lambda data: b"version https://git-lfs.github.com/spec/v1\n", "not UTF-8": lambda data: data.replace(b"layers", b"lay\xffrs", 1),
-        "a tensor twice": lambda data: data.replace(b'"weight_map": {', b'"weight_map": {"%s": "%s",' % (names[0].encode(), USED[0].encode()), 1),
+        "empty": lambda data: b"", "one byte": lambda data: b"{", "half": lambda data: data[:len(data) // 2],
+        "twice": lambda data: data * 2,
+        "a list": lambda data: b"[" + data + b"]", "zeros": lambda data: bytes(len(data)),
+        "nested": lambda data: b'{"weight_map":' + b"[" * 10**5,
+        "a pointer to large files": lambda data: b"version https://git-lfs.github.com/spec/v1\n",
+        "not UTF-8": lambda data: data.replace(b"layers", b"lay\xffrs", 1),
+        "a tensor twice": lambda data: data.replace(b'"weight_map": {', b'"weight_map": {"%s": "%s",' % twice, 1),
         "UTF-16": lambda data: data.decode().encode("utf-16"),
     }.items():
         yield label, text(INDEX, change), REFUSED, 4, (INDEX,)
-    yield "of a terabyte", lambda folder: [put(folder / INDEX, b"{"), os.truncate(folder / INDEX, 10**12)], REFUSED, 4, (INDEX, "1,000,000,000,000 bytes")
+    yield "of a terabyte", terabyte(INDEX), REFUSED, 4, (INDEX, "1,000,000,000,000 bytes")
     yield "not there", lambda folder: (folder / INDEX).unlink(), HARMLESS
     yield "without metadata", tree(INDEX, lambda i: i.pop("metadata") and None), HARMLESS
     for _ in range(20):
@@ -377,7 +424,8 @@ def index(rng):
 def odd_files(name):
     "Damages that put something else than the file in its place."
     return {
-        "missing": lambda folder: (folder / name).unlink(), "a folder": lambda folder: [(folder / name).unlink(), (folder / name).mkdir()],
+        "missing": lambda folder: (folder / name).unlink(),
+        "a folder": lambda folder: [(folder / name).unlink(), (folder / name).mkdir()],
         "a link to nothing": lambda folder: [(folder / name).unlink(), (folder / name).symlink_to("nowhere")],
         "a link to itself": lambda folder: [(folder / name).unlink(), (folder / name).symlink_to(name)],
         "a link to a folder": lambda folder: [(folder / name).unlink(), (folder / name).symlink_to(".")],
@@ -394,7 +442,8 @@ def shard_files(rng):
         yield f"{label}: {shard}", odd_files(shard)[label], REFUSED, 4, (shard,)
     for cut in 1, 2, 9, 1000, "half", "header", "last byte of the last shard":
         shard = SHARDS[-1] if "last" in str(cut) else rng.choice(USED)
-        keep = lambda data, c=cut: data[:{"half": len(data) // 2, "header": 100}.get(c, -1 if isinstance(c, str) else c)]
+        keep = lambda data, c=cut: data[:{"half": len(data) // 2, "header": 100}.get(
+            c, -1 if isinstance(c, str) else c)]
         yield f"cut to {cut}: {shard}", text(shard, keep), REFUSED, 4, (shard,)
     for _ in range(6):
         shard = rng.choice(SHARDS)
@@ -403,29 +452,41 @@ def shard_files(rng):
     for more in b"\0", b"x" * 4096:
         shard = rng.choice(SHARDS)
         yield f"{len(more)} bytes more: {shard}", text(shard, lambda data, m=more: data + m), REFUSED, 4, (shard,)
-    for make in lambda data: bytes(len(data)), lambda data: b"<!DOCTYPE html>" + data, lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n":
+    for make in (lambda data: bytes(len(data)), lambda data: b"<!DOCTYPE html>" + data,
+                 lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"):
         shard = rng.choice(SHARDS)
         yield f"something else: {shard}", text(shard, make), REFUSED, 4, (shard,)
     for _ in range(4):
         one, other = rng.sample(USED, 2)
-        yield f"{one} is a copy of {other}", lambda folder, a=one, b=other: put(folder / a, (MODEL / b).read_bytes()), REFUSED, 4, (one, other)
-        swap = lambda folder, a=one, b=other: [put(folder / a, (MODEL / b).read_bytes()), put(folder / b, (MODEL / a).read_bytes())]
+        yield (f"{one} is a copy of {other}", lambda folder, a=one, b=other: put(folder / a, (MODEL / b).read_bytes()),
+               REFUSED, 4, (one, other))
+        swap = lambda folder, a=one, b=other: [put(folder / a, (MODEL / b).read_bytes()),
+                                               put(folder / b, (MODEL / a).read_bytes())]
         yield f"{one} and {other} swapped", swap, REFUSED, 4, (INDEX, (one, other))
-        yield f"{one} and {other} swapped, no index", lambda folder, s=swap: [s(folder), (folder / INDEX).unlink()], HARMLESS
+        yield (f"{one} and {other} swapped, no index", lambda folder, s=swap: [s(folder), (folder / INDEX).unlink()],
+               HARMLESS)
     last = SHARDS[-1]
-    from_zero = lambda f: [os.rename(f / s, f / s.replace(f"{i:05d}", f"{i - 1:05d}", 1)) for i, s in enumerate(SHARDS, 1)]
+    from_zero = lambda f: [os.rename(f / s, f / s.replace(f"{i:05d}", f"{i - 1:05d}", 1))
+                           for i, s in enumerate(SHARDS, 1)]
     for label, damage, words in (
         ("numbered from 0", from_zero, ("model-00000-of-000016", "model-00016-of-000016")),
-        ("of 17", lambda f: [os.rename(f / s, f / s.replace("000016.", "000017.")) for s in SHARDS], ("model-00017-of-000017.safetensors is missing",)),
-        ("one of 17", lambda f: os.rename(f / last, f / last.replace("000016.", "000017.")), ("of-000017", "of-000016")),
-        ("a 17th", lambda f: shutil.copy(f / last, f / last.replace("00016-", "00017-")), ("model-00017-of-000016.safetensors",)),
-        ("five digits", lambda f: os.rename(f / last, f / last.replace("000016.", "00016.")), ("model-00016-of-00016.safetensors", "model-00016-of-000016")),
+        ("of 17", lambda f: [os.rename(f / s, f / s.replace("000016.", "000017.")) for s in SHARDS],
+         ("model-00017-of-000017.safetensors is missing",)),
+        ("one of 17", lambda f: os.rename(f / last, f / last.replace("000016.", "000017.")),
+         ("of-000017", "of-000016")),
+        ("a 17th", lambda f: shutil.copy(f / last, f / last.replace("00016-", "00017-")),
+         ("model-00017-of-000016.safetensors",)),
+        ("five digits", lambda f: os.rename(f / last, f / last.replace("000016.", "00016.")),
+         ("model-00016-of-00016.safetensors", "model-00016-of-000016")),
         ("the file of another download", lambda f: os.rename(f / last, f / (last + ".part")), (last,)),
         ("both kinds", lambda f: shutil.copy(f / last, f / "model.safetensors"), ("model.safetensors",)),
         ("none", lambda f: [(f / s).unlink() for s in SHARDS], ("no weight files",)),
     ):
         yield label, damage, REFUSED, 4, words
-    yield "other files beside them", lambda f: [put(f / n, b"x") for n in ("README.md", "model-1.safetensors", "consolidated.safetensors", ".hidden")], HARMLESS
+    yield ("other files beside them",
+           lambda f: [put(f / n, b"x") for n in ("README.md", "model-1.safetensors", "consolidated.safetensors",
+                                                 ".hidden")],
+           HARMLESS)
 
 
 @group
@@ -455,15 +516,19 @@ def config_files(rng):
     for label, damage in odd_files(CONFIG).items():
         yield label, damage, REFUSED, 2, (CONFIG,)
     for label, change in {
-        "half": lambda data: data[:len(data) // 2], "a list": lambda data: b"[" + data + b"]", "nested": lambda data: b'{"a":' + b"[" * 10**5,
-        "zeros": lambda data: bytes(len(data)), "UTF-16": lambda data: data.decode().encode("utf-16"), "not UTF-8": lambda data: data.replace(b"kimi", b"k\xffmi"),
+        "half": lambda data: data[:len(data) // 2], "a list": lambda data: b"[" + data + b"]",
+        "nested": lambda data: b'{"a":' + b"[" * 10**5,
+        "zeros": lambda data: bytes(len(data)), "UTF-16": lambda data: data.decode().encode("utf-16"),
+        "not UTF-8": lambda data: data.replace(b"kimi", b"k\xffmi"),
         "text": lambda data: b"hello",
-        "a number of 5,000 digits": lambda data: data.replace(b'"vocab_size": 512', b'"vocab_size": ' + b"9" * 5000, 1), "twice": lambda data: data + data,
+        "a number of 5,000 digits": lambda data: data.replace(b'"vocab_size": 512', b'"vocab_size": ' + b"9" * 5000, 1),
+        "twice": lambda data: data + data,
         "a field twice": lambda data: data.replace(b'"vocab_size"', b'"vocab_size": 512, "vocab_size"', 1),
-        "null": lambda data: b"null", "{}": lambda data: b"{}", "a comma too many": lambda data: data.rstrip()[:-1] + b",}",
+        "null": lambda data: b"null", "{}": lambda data: b"{}",
+        "a comma too many": lambda data: data.rstrip()[:-1] + b",}",
     }.items():
         yield label, text(CONFIG, change), REFUSED, 2, (CONFIG,)
-    yield "of a terabyte", lambda folder: [put(folder / CONFIG, b"{"), os.truncate(folder / CONFIG, 10**12)], REFUSED, 2, (CONFIG, "1,000,000,000,000 bytes")
+    yield "of a terabyte", terabyte(CONFIG), REFUSED, 2, (CONFIG, "1,000,000,000,000 bytes")
     yield "a field nobody reads", tree(CONFIG, lambda c: c.update(torch_dtype="x", extra={"a": [1]})), HARMLESS
     for _ in range(24):
         what, damage = some_byte(rng, CONFIG)
@@ -472,40 +537,54 @@ def config_files(rng):
 
 @group
 def config_values(rng):
-    numbers = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "attn_res_block_size", "q_lora_rank", "kv_lora_rank",
-               "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_experts", "num_experts_per_token", "num_shared_experts", "moe_intermediate_size",
-               "first_k_dense_replace", "routed_expert_hidden_size", "linear_attn_config.num_heads", "linear_attn_config.head_dim",
-               "linear_attn_config.short_conv_kernel_size"]
-    reals = ["rms_norm_eps", "activation_situ_beta", "activation_situ_linear_beta", "routed_scaling_factor", "linear_attn_config.gate_lower_bound"]
+    numbers = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+               "attn_res_block_size", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+               "v_head_dim", "num_experts", "num_experts_per_token", "num_shared_experts", "moe_intermediate_size",
+               "first_k_dense_replace", "routed_expert_hidden_size", "linear_attn_config.num_heads",
+               "linear_attn_config.head_dim", "linear_attn_config.short_conv_kernel_size"]
+    reals = ["rms_norm_eps", "activation_situ_beta", "activation_situ_linear_beta", "routed_scaling_factor",
+             "linear_attn_config.gate_lower_bound"]
     bad = [-1, 1.5, float("nan"), float("inf"), float("-inf"), True, "4", [4], {}, None, ABSENT, 10**12, 2**63, 10**400]
     for i, field in enumerate(numbers + reals):
         for value in rng.sample(bad if i < len(numbers) else [v for v in bad if v not in (1.5, -1)], 2) + [ABSENT]:
             what = "no" if value is ABSENT else str(value)[:12]
-            yield f"{field}: {what}", tree(CONFIG, at(f"text_config.{field}", value)), REFUSED, 2, (CONFIG, field.rpartition(".")[2])
-    for field in ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
-                  "qk_rope_head_dim", "v_head_dim", "num_experts", "num_shared_experts", "linear_attn_config.num_heads", "linear_attn_config.head_dim",
-                  "linear_attn_config.short_conv_kernel_size", "first_k_dense_replace", "moe_intermediate_size", "routed_expert_hidden_size"]:
+            yield (f"{field}: {what}", tree(CONFIG, at(f"text_config.{field}", value)), REFUSED, 2,
+                   (CONFIG, field.rpartition(".")[2]))
+    for field in ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+                  "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_experts",
+                  "num_shared_experts", "linear_attn_config.num_heads", "linear_attn_config.head_dim",
+                  "linear_attn_config.short_conv_kernel_size", "first_k_dense_replace", "moe_intermediate_size",
+                  "routed_expert_hidden_size"]:
         def more(c, field=field):
-            part, key = (c["text_config"]["linear_attn_config"], field.rpartition(".")[2]) if "." in field else (c["text_config"], field)
+            part, key = c["text_config"], field
+            if "." in field:
+                part, key = part["linear_attn_config"], field.rpartition(".")[2]
             part[key] += 32 if "moe_inter" in field or "routed" in field else 1
         names = (".safetensors", field, "tensors are missing", "kda_layers", RANKS, "num_key_value_heads")
         yield f"{field} larger than the files", tree(CONFIG, more), REFUSED, (2, 4), (names,)
-    for field, value in ("rms_norm_eps", 1e-6), ("routed_scaling_factor", 2.5), ("activation_situ_beta", 2.0), ("linear_attn_config.gate_lower_bound", -4.0), \
-            ("num_experts_per_token", 3), ("attn_res_block_size", 4), ("activation_situ_linear_beta", 24.0):
+    for field, value in (("rms_norm_eps", 1e-6), ("routed_scaling_factor", 2.5), ("activation_situ_beta", 2.0),
+                         ("linear_attn_config.gate_lower_bound", -4.0), ("num_experts_per_token", 3),
+                         ("attn_res_block_size", 4), ("activation_situ_linear_beta", 24.0)):
         yield f"{field}: {value}", tree(CONFIG, at(f"text_config.{field}", value)), UNKNOWABLE
     kda, mla = "text_config.linear_attn_config.kda_layers", "text_config.linear_attn_config.full_attn_layers"
-    for label, path, value in (("overlap", kda, [1, 2, 3, 4, 5, 6, 7, 9, 10, 11]), ("a layer in neither", mla, [4, 8, 12]),
+    for label, path, value in (("overlap", kda, [1, 2, 3, 4, 5, 6, 7, 9, 10, 11]),
+                               ("a layer in neither", mla, [4, 8, 12]),
                                ("twice", kda, [1, 1, 2, 3, 5, 6, 7, 9, 10, 11]),
-                               ("from zero", mla, [3, 7, 11, 12]), ("out of range", mla, [4, 8, 12, 13, 14]), ("empty", mla, []), ("text", mla, ["4", "8", "12", "13"]),
-                               ("fractions", mla, [4.0, 8, 12, 13]), ("NaN", mla, [float("nan"), 8, 12, 13]), ("an object", kda, {"1": 2}), ("absent", kda, ABSENT),
+                               ("from zero", mla, [3, 7, 11, 12]), ("out of range", mla, [4, 8, 12, 13, 14]),
+                               ("empty", mla, []), ("text", mla, ["4", "8", "12", "13"]),
+                               ("fractions", mla, [4.0, 8, 12, 13]), ("NaN", mla, [float("nan"), 8, 12, 13]),
+                               ("an object", kda, {"1": 2}), ("absent", kda, ABSENT),
                                ("huge numbers", mla, [4, 8, 12, 10**300]), ("negative", mla, [-4, 8, 12, 13])):
-        yield f"layer lists: {label}", tree(CONFIG, at(path, value)), REFUSED, 2, (CONFIG, ("kda_layers", "full_attn_layers"))
+        yield (f"layer lists: {label}", tree(CONFIG, at(path, value)), REFUSED, 2,
+               (CONFIG, ("kda_layers", "full_attn_layers")))
     exchanged = lambda c: [at(kda, [1, 2, 4, 5, 6, 7, 9, 10, 11])(c), at(mla, [3, 8, 12, 13])(c)]
     yield "two layers change kind", tree(CONFIG, exchanged), REFUSED, 4, (("layers.2.", "layers.3."),)
     fewer = lambda c: [at("text_config.num_hidden_layers", 12)(c), at(mla, [4, 8, 12])(c)]
     yield "the last layer left out", tree(CONFIG, fewer), REFUSED, 4, ("layers.12.",)
-    for field, value in (("hidden_act", "silu"), ("moe_router_activation_func", "softmax"), ("num_expert_group", 4), ("mla_use_nope", False), ("tie_word_embeddings", True),
-                         ("quantization_config.format", "int4"), ("quantization_config.config_groups", {}), ("num_nextn_predict_layers", 1), ("text_config", 3),
+    for field, value in (("hidden_act", "silu"), ("moe_router_activation_func", "softmax"), ("num_expert_group", 4),
+                         ("mla_use_nope", False), ("tie_word_embeddings", True),
+                         ("quantization_config.format", "int4"), ("quantization_config.config_groups", {}),
+                         ("num_nextn_predict_layers", 1), ("text_config", 3),
                          ("linear_attn_config", [])):
         path = field if field in ("text_config", "tie_word_embeddings") else f"text_config.{field}"
         yield f"{field}: {value!r}", tree(CONFIG, at(path, value)), REFUSED, 2, (CONFIG, field)
@@ -519,7 +598,7 @@ def tokenizer_files(rng):
     for name in RANKS, CONTROL:
         for label, damage in odd_files(name).items():
             yield f"{name}: {label}", damage, REFUSED, 2, (name,)
-        yield f"{name}: of a terabyte", lambda folder, n=name: [put(folder / n, b"{"), os.truncate(folder / n, 10**12)], REFUSED, 2, (name, "1,000,000,000,000 bytes")
+        yield f"{name}: of a terabyte", terabyte(name), REFUSED, 2, (name, "1,000,000,000,000 bytes")
     def lines(edit):
         def damage(folder):
             new = [*LINES]
@@ -528,16 +607,22 @@ def tokenizer_files(rng):
         return damage
     i = rng.randrange(260, 480)
     for label, edit in {
-        "a line lost": lambda n: n.pop(i), "a line twice": lambda n: n.insert(i, n[i]), "bad base64": lambda n: n.__setitem__(i, b"J*== %d\n" % i),
-        "no padding": lambda n: n.__setitem__(i, b"KA %d\n" % i), "a gap": lambda n: n.__setitem__(i, n[i].replace(b" %d\n" % i, b" %d\n" % (i + 1))),
+        "a line lost": lambda n: n.pop(i), "a line twice": lambda n: n.insert(i, n[i]),
+        "bad base64": lambda n: n.__setitem__(i, b"J*== %d\n" % i),
+        "no padding": lambda n: n.__setitem__(i, b"KA %d\n" % i),
+        "a gap": lambda n: n.__setitem__(i, n[i].replace(b" %d\n" % i, b" %d\n" % (i + 1))),
         "a rank twice": lambda n: n.__setitem__(i, n[i].replace(b" %d\n" % i, b" %d\n" % (i - 1))),
         "a token twice": lambda n: n.__setitem__(i, n[3].split()[0] + b" %d\n" % i),
-        "no rank": lambda n: n.__setitem__(i, n[i].split()[0] + b"\n"), "negative": lambda n: n.__setitem__(i, n[i].split()[0] + b" -%d\n" % i),
+        "no rank": lambda n: n.__setitem__(i, n[i].split()[0] + b"\n"),
+        "negative": lambda n: n.__setitem__(i, n[i].split()[0] + b" -%d\n" % i),
         "fraction": lambda n: n.__setitem__(i, n[i].split()[0] + b" %d.0\n" % i),
         "digits of another script": lambda n: n.__setitem__(i, n[i].split()[0] + " \u0663\n".encode()),
-        "an empty token": lambda n: n.__setitem__(i, b" %d\n" % i), "an empty line": lambda n: n.insert(i, b"\n"), "the last lost": lambda n: n.pop(),
-        "half": lambda n: n.__delitem__(slice(250, None)), "two lines swapped": lambda n: n.__setitem__(slice(i, i + 2), n[i:i + 2][::-1]),
-        "one more": lambda n: n.append(base64.b64encode(b"unlikely") + b" 496\n"), "CRLF": lambda n: n.__setitem__(slice(None), [x[:-1] + b"\r\n" for x in n]),
+        "an empty token": lambda n: n.__setitem__(i, b" %d\n" % i), "an empty line": lambda n: n.insert(i, b"\n"),
+        "the last lost": lambda n: n.pop(),
+        "half": lambda n: n.__delitem__(slice(250, None)),
+        "two lines swapped": lambda n: n.__setitem__(slice(i, i + 2), n[i:i + 2][::-1]),
+        "one more": lambda n: n.append(base64.b64encode(b"unlikely") + b" 496\n"),
+        "CRLF": lambda n: n.__setitem__(slice(None), [x[:-1] + b"\r\n" for x in n]),
         "no token for a byte": lambda n: n.__setitem__(7, base64.b64encode(b"unlikely") + b" 7\n"),
         "a rank of 5,000 digits": lambda n: n.__setitem__(i, b"KA== " + b"9" * 5000 + b"\n"),
     }.items():
@@ -548,16 +633,23 @@ def tokenizer_files(rng):
     entries = TREES[CONTROL][table]
     first, last = min(entries, key=int), max(entries, key=int)
     for label, change in {
-        "an id that is a rank": lambda t: t[table].update({"5": {"content": "<x>"}}), "an id past the vocabulary": lambda t: t[table].update({"512": {"content": "<x>"}}),
-        "a huge id": lambda t: t[table].update({"9" * 30: {"content": "<x>"}}), "a negative id": lambda t: t[table].update({"-1": {"content": "<x>"}}),
-        "two ids of a name": lambda t: t[table][last].update(content=t[table][first]["content"]), "no name": lambda t: t[table][first].pop("content") and None,
-        "a name that is a number": lambda t: t[table][first].update(content=5), "an empty name": lambda t: t[table][first].update(content=""),
-        "the first lost": lambda t: t[table].pop(first) and None, "no table": lambda t: t.pop(table) and None, "a list": lambda t: t.update({table: []}),
-        "an end that is no name": lambda t: t.update(eos_token="[STOP]"), "an end that is a list": lambda t: t.update(eos_token=["[EOS]"]),
+        "an id that is a rank": lambda t: t[table].update({"5": {"content": "<x>"}}),
+        "an id past the vocabulary": lambda t: t[table].update({"512": {"content": "<x>"}}),
+        "a huge id": lambda t: t[table].update({"9" * 30: {"content": "<x>"}}),
+        "a negative id": lambda t: t[table].update({"-1": {"content": "<x>"}}),
+        "two ids of a name": lambda t: t[table][last].update(content=t[table][first]["content"]),
+        "no name": lambda t: t[table][first].pop("content") and None,
+        "a name that is a number": lambda t: t[table][first].update(content=5),
+        "an empty name": lambda t: t[table][first].update(content=""),
+        "the first lost": lambda t: t[table].pop(first) and None, "no table": lambda t: t.pop(table) and None,
+        "a list": lambda t: t.update({table: []}),
+        "an end that is no name": lambda t: t.update(eos_token="[STOP]"),
+        "an end that is a list": lambda t: t.update(eos_token=["[EOS]"]),
     }.items():
         yield f"control: {label}", tree(CONTROL, change), REFUSED, 2, ((RANKS, CONTROL),)
     for label, change in {
-        "half": lambda data: data[:len(data) // 2], "a list": lambda data: b"[]", "nested": lambda data: b'{"a":' + b"[" * 10**5,
+        "half": lambda data: data[:len(data) // 2], "a list": lambda data: b"[]",
+        "nested": lambda data: b'{"a":' + b"[" * 10**5,
         "not UTF-8": lambda data: b"\xff" + data, "null": lambda data: b"null",
         "an id twice": lambda data: data.replace(b'"%s":' % last.encode(), b'"%s":' % first.encode(), 1),
     }.items():
@@ -567,7 +659,8 @@ def tokenizer_files(rng):
             yield f"{name}: {label}, prompt in ids", odd_files(name)[label], REFUSED, 2, (name,), IDS
     yield f"{CONTROL}: missing, prompt in ids", odd_files(CONTROL)["missing"], REFUSED, 2, (CONTROL,), IDS
     yield f"{RANKS}: missing, prompt in ids", odd_files(RANKS)["missing"], HARMLESS, 2, (), IDS
-    yield "no vocabulary, prompt in ids", lambda folder: [(folder / RANKS).unlink(), (folder / CONTROL).unlink()], HARMLESS, 2, (), IDS
+    yield ("no vocabulary, prompt in ids", lambda folder: [(folder / RANKS).unlink(), (folder / CONTROL).unlink()],
+           HARMLESS, 2, (), IDS)
     for name in RANKS, CONTROL:
         for _ in range(12):
             what, damage = some_byte(rng, name)
@@ -579,13 +672,15 @@ def payload_bytes(rng):
     for _ in range(40):
         shard = rng.choice(SHARDS)
         start = 8 + int.from_bytes((MODEL / shard).read_bytes()[:8], "little")
-        what, damage = some_byte(rng, shard, start, byte=lambda old, bit=1 << rng.randrange(8): old ^ bit)
+        bit = 1 << rng.randrange(8)
+        what, damage = some_byte(rng, shard, start, byte=lambda old, bit=bit: old ^ bit)
         yield what, damage, UNKNOWABLE
     for _ in range(6):
         shard = rng.choice(USED)
         size = (MODEL / shard).stat().st_size
         begin = rng.randrange(size // 2, size - 4096)
-        yield f"4,096 zeros at {begin:,} of {shard}", text(shard, lambda data, b=begin: data[:b] + bytes(4096) + data[b + 4096:]), UNKNOWABLE
+        yield (f"4,096 zeros at {begin:,} of {shard}",
+               text(shard, lambda data, b=begin: data[:b] + bytes(4096) + data[b + 4096:]), UNKNOWABLE)
 
 
 def spoiled(tensor, value, where):
@@ -602,27 +697,31 @@ def spoiled(tensor, value, where):
 
 @group
 def numbers(rng):
-    "What is no number stops the run wherever it is used: every row of the trunk is, every expert of a layer together are."
+    "A NaN or an infinity stops the run where it is used: every row of the trunk is, and some expert of a layer."
     bits = {"BF16": {"NaN": b"\xc0\x7f", "infinity": b"\x80\x7f", "-infinity": b"\x80\xff"},
             "F32": {"NaN": b"\0\0\xc0\x7f", "infinity": b"\0\0\x80\x7f", "-infinity": b"\0\0\x80\xff"}}
-    shorts = sorted({re.sub(r".*layers\.\d+\.", "", n) for s in USED for n in HEADERS[s] if ".experts." not in n and "embed" not in n})
+    shorts = sorted({re.sub(r".*layers\.\d+\.", "", n) for s in USED for n in HEADERS[s]
+                     if ".experts." not in n and "embed" not in n})
     for short in shorts:
         tensor = rng.choice([n for s in USED for n in HEADERS[s] if n.endswith(short) and ".experts." not in n])
         label, value = rng.choice([*bits[HEADERS[PLACE[tensor]][tensor]["dtype"]].items()])
-        yield f"{label} in {tensor}", spoiled(tensor, value, 0.0), REFUSED, 4, (tensor, "row")  # its first entry: A_log has padding further on
+        yield (f"{label} in {tensor}", spoiled(tensor, value, 0.0), REFUSED, 4,
+               (tensor, "row"))  # its first entry: A_log has padding further on
     for L in rng.sample(range(1, 13), 6):
         w = rng.choice(["w1", "w2", "w3"])
         scales = [n for n in HEADERS[SHARDS[L]] if n.endswith(f"{w}.weight_scale")]
         where = rng.random()
         every = lambda f, s=scales, x=where: [spoiled(n, b"\xff", x)(f) for n in s]
-        yield f"scale 255 in {w} of every expert of layer {L}", every, REFUSED, 4, (f"layers.{L}.", f"{w}.weight_scale", "row")
+        yield (f"scale 255 in {w} of every expert of layer {L}", every, REFUSED, 4,
+               (f"layers.{L}.", f"{w}.weight_scale", "row"))
     for _ in range(8):
         L, e, w = rng.randrange(1, 13), rng.randrange(16), rng.choice(["w1", "w2", "w3"])
         name = f"{LAYER}{L}.block_sparse_moe.experts.{e}.{w}.weight_scale"
         yield f"scale 255 in {name}", spoiled(name, b"\xff", rng.random()), EITHER, 4, (name, "row")
     for label, value in bits["BF16"].items():
-        yield f"{label} in the embedding", spoiled("language_model.model.embed_tokens.weight", value, rng.random()), EITHER, 4, ("embed_tokens", "row")
-        used = lambda f, v=value: [spoiled("language_model.model.embed_tokens.weight", v, i / 512)(f) for i in range(512)]
+        yield (f"{label} in the embedding", spoiled(EMBED, value, rng.random()),
+               EITHER, 4, ("embed_tokens", "row"))
+        used = lambda f, v=value: [spoiled(EMBED, v, i / 512)(f) for i in range(512)]
         yield f"{label} in every row of the embedding", used, REFUSED, 4, ("embed_tokens", "row")
 
 
@@ -673,7 +772,7 @@ def reader_of(folder):
             os.seteuid(0)
 
 
-class Bench:
+class Judge:
     "Judges cases in a folder of its own, against the answer of the undamaged model."
 
     def __init__(self, folder):
@@ -730,8 +829,12 @@ class Bench:
             return f"exit code {code}, expected {case.code}: {err}"
         if len(lines) != 1 or not lines[0].startswith("k3 decode: ") or len(lines[0]) > 3000 or "generated ids" in out:
             return f"expected one line and no ids: {err[:3000]}"
-        lacking = [word for word in case.words if not any(w in err for w in (word if isinstance(word, tuple) else (word,)))]
-        return f"does not name {lacking[0] if isinstance(lacking[0], str) else 'any of ' + ', '.join(lacking[0][:4])}: {err}" if lacking else ""
+        lacking = [word for word in case.words
+                   if not any(w in err for w in (word if isinstance(word, tuple) else (word,)))]
+        if not lacking:
+            return ""
+        missing = lacking[0] if isinstance(lacking[0], str) else "any of " + ", ".join(lacking[0][:4])
+        return f"does not name {missing}: {err}"
 
     def not_to_be_passed(self, case, outcome, verified):
         "Why a run that ended well should not have, '' if it was right to."
@@ -744,11 +847,11 @@ class Bench:
         return ""
 
 
-def run(chosen, bench):
+def run(chosen, judge):
     "{class: Counter of outcomes} and the wrong cases as (case, outcome, why)."
     counts, wrong = {}, []
     for case in chosen:
-        outcome, why = bench.judge(case)
+        outcome, why = judge.judge(case)
         counts.setdefault(case.group, Counter())["wrong" if why else outcome] += 1
         if why:
             wrong.append((case, outcome, why))
@@ -757,10 +860,13 @@ def run(chosen, bench):
 
 def table(counts):
     "The counts as text, a class a line, the sum last."
-    columns = (SAME, REFUSED, SILENT, "wrong")
+    columns = {SAME: 10, REFUSED: 13, SILENT: 25, "wrong": 7}
     rows = [(group, count) for group, count in counts.items()] + [("together", sum(counts.values(), Counter()))]
-    head = f"{'class of damage':18}{'cases':>7}{'same ids':>10}{'right error':>13}{'silent, found by verify':>25}{'wrong':>7}"
-    return "\n".join([head] + [f"{name:18}{sum(c.values()):7}" + "".join(f"{c[x]:{w}}" for x, w in zip(columns, (10, 13, 25, 7))) for name, c in rows])
+    head = (f"{'class of damage':18}{'cases':>7}{'same ids':>10}{'right error':>13}"
+            f"{'silent, found by verify':>25}{'wrong':>7}")
+    lines = [f"{name:18}{sum(count.values()):7}" + "".join(f"{count[x]:{w}}" for x, w in columns.items())
+             for name, count in rows]
+    return "\n".join([head, *lines])
 
 
 def report():
@@ -771,8 +877,9 @@ def report():
     args = parser.parse_args()
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        counts, wrong = run((case for case in cases(args.seed) if args.only in f"{case.group}: {case.what}"), Bench(folder))
-    for case, outcome, why in wrong:
+        counts, wrong = run((case for case in cases(args.seed) if args.only in f"{case.group}: {case.what}"),
+                            Judge(folder))
+    for case, _, why in wrong:
         print(f"WRONG {case.group}: {case.what}: {why.strip()}")
     print(table(counts) + f"\n{time.perf_counter() - start:.0f} s, seed {args.seed}")
     return 1 if wrong else 0

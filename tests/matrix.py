@@ -1,6 +1,7 @@
-"""Budgets x threads x chunk sizes x packed or not x CPU x what the expert cache keeps: one answer, compared as bytes.
+"""Budgets x threads x chunk sizes x packed or not x CPU x what the expert cache holds: one answer, compared as bytes.
 
-test_matrix.py runs it on the embedded model, by default a sample in which every two values meet; `make matrix`, which is `python tests/matrix.py`, on four layers of the released width.
+test_matrix.py runs it on the embedded model, by default a sample in which every two values meet. `make matrix`, which
+is `python tests/matrix.py`, runs it on four layers of the released width.
 """
 import argparse
 import dataclasses
@@ -11,41 +12,44 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from unittest import mock
 
-import k3lib
-from k3lib import cli, parallel, plan
+from common import load_with
+
+from k3lib import cli, parallel
 from k3lib.checkpoint import Checkpoint
 from k3lib.config import read_config
-from k3lib.layout import expert_slot_bytes
+from k3lib.layout import Buffers, expert_slot_bytes
 from k3lib.synth import synth
 
 IDS = [304, 206, 32, 407, 493, 375]
 
 
-def as_planned(plan, whole):
-    return plan
+def as_planned(layout, whole):
+    return layout
 
 
-def nothing_kept(plan, whole):
-    return dataclasses.replace(plan, expert_slots=plan.readers)
+def none_cached(layout, whole):
+    return dataclasses.replace(layout, slots=Buffers(layout.readers, layout.slots.nbytes))
 
 
-def a_few_kept(plan, whole):
-    return dataclasses.replace(plan, expert_slots=plan.readers + 24, expert_slot_bytes=whole)
+def a_few_cached(layout, whole):
+    return dataclasses.replace(layout, slots=Buffers(layout.readers + 24, whole), whole=True)
 
 
-CACHES = as_planned, nothing_kept, a_few_kept  # (plan, bytes of an expert) -> the plan with other expert slots
+CACHES = as_planned, none_cached, a_few_cached  # (layout of experts, bytes of a whole one) -> another layout of experts
+
+
+def load(folder, ram, trunk, threads, cache, context):
+    "A model whose layout of experts is what `cache` makes of the plan's."
+    first = read_config(folder).first_k_dense_replace
+    with Checkpoint(folder) as checkpoint:
+        whole = expert_slot_bytes(list(checkpoint.expert(first, 0).values()))
+    return load_with(lambda layout: cache(layout, whole), folder, ram, trunk, threads, context=context)
 
 
 def answer(folder, ram, threads, trunk, cache, chunks, steps):
     "{chunk size: sha256 of the logits of IDS and of some steps after them} of one loaded model."
-    first = read_config(folder).first_k_dense_replace
-    with Checkpoint(folder) as checkpoint:
-        whole = expert_slot_bytes(list(checkpoint.expert(first, 0).values()))
-    planned, found = plan.make_plan, {}
-    with mock.patch.object(plan, "make_plan", lambda *args: cache(planned(*args), whole)):
-        model = k3lib.load(folder, ram, trunk, threads, context=len(IDS) + steps)
+    model, found = load(folder, ram, trunk, threads, cache, len(IDS) + steps), {}
     try:
         for chunk in chunks:
             model.reset()
@@ -60,7 +64,7 @@ def answer(folder, ram, threads, trunk, cache, chunks, steps):
 
 
 def pairs(*dimensions):
-    "Combinations, the same each time, among which every value of a dimension meets every value of every other dimension."
+    "Combinations, the same each time, in which every value of a dimension meets every value of every other one."
     combinations = [*itertools.product(*map(range, map(len, dimensions)))]
     meetings = {one: {*itertools.combinations(enumerate(one), 2)} for one in combinations}
     to_meet = set().union(*meetings.values())
@@ -100,10 +104,9 @@ def main():
         synth(folder, "full", layers=args.layers, experts=args.experts)
         cli.pack_trunk(folder, trunk)
         for cpu, ram in itertools.product(["host", "generic"], args.budgets):
-            run = subprocess.run([sys.executable, __file__, "--one", folder, trunk, ram, *["--few"] * (cpu != "host")],
-                                 stdout=subprocess.PIPE,
-                                 text=True, check=True, env={**os.environ,
-                                                             **({"NUMBA_CPU_NAME": cpu} if cpu != "host" else {})})
+            command = [sys.executable, __file__, "--one", folder, trunk, ram, *["--few"] * (cpu != "host")]
+            env = {**os.environ, **({"NUMBA_CPU_NAME": cpu} if cpu != "host" else {})}
+            run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env)
             for line in run.stdout.splitlines():
                 print(cpu, line, flush=True)
                 seen.setdefault(line.rsplit(" ", 1)[1], []).append(f"{cpu} {line}")

@@ -1,9 +1,9 @@
-"""The full 2.78T shape on this machine (`make scale`): the same bytes at every budget, in the memory it says, and how long it takes.
+"""The full 2.78T shape on this machine (`make scale`): the same bytes at every budget, in the memory it says, how fast.
 
-Writes a synthetic checkpoint of the released layout to out/full (about 5 GB on disk) and its packed trunk (4 GB) to out/trunk if they
-are not there, then runs `k3 decode` in a process of its own for every row of the table. The first rows may have no more memory than
-their budget: a limit on private memory, and a memory cgroup where this user may make one. The figures go to
-fixtures/measured/scale.json, from which the last notebook draws the memory ladder.
+Writes a synthetic checkpoint of the released layout to out/full (about 5 GB on disk) and its packed trunk (4 GB) to
+out/trunk if they are not there, then runs `k3 decode` in a process of its own for every row of the table. The first
+rows may have no more memory than their budget: a limit on private memory, and a memory cgroup where this user may make
+one. The figures go to fixtures/measured/scale.json, from which the last notebook draws the memory ladder.
 """
 import argparse
 import hashlib
@@ -14,23 +14,24 @@ import resource
 import subprocess
 import sys
 import tempfile
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import history
 import numba
 import numpy as np
+from common import ROOT
 
-ROOT = Path(__file__).parents[1]
+MEASURED = ROOT / "fixtures" / "measured" / "scale.json"
 GROUP = Path("/sys/fs/cgroup/memory/k3-scale")  # v1; elsewhere the limit on private memory has to do
 IDS = "5,9,17,3,11"
-KEPT = ("ids", "threads", "step_seconds", "step_bytes", "peak_rss_bytes", "plan", "wall_seconds", "compute_seconds", "io_wait_seconds",
-        "expert_requests", "expert_hits", "read_bytes_per_second")
+KEPT = ("ids", "threads", "step_seconds", "step_bytes", "peak_rss_bytes", "plan", "wall_seconds", "compute_seconds",
+        "io_wait_seconds", "expert_requests", "expert_hits", "read_bytes_per_second")
 LONG = """
 import json, sys, time, k3lib
 model = k3lib.load(sys.argv[1], sys.argv[2], threads=2, context=4096)
 for state in model.sequence.layers:
-    if not isinstance(state, tuple):  # a latent cache, as it is after so many tokens
+    if not isinstance(state, tuple):  # a KV cache, as it is after so many tokens
         state[:] = 0.01
 model.sequence.position, seconds = 4094, []
 for token in (5, 9):
@@ -43,10 +44,12 @@ print(json.dumps({**model.report.as_dict(), "step_seconds": seconds}))
 
 def machine():
     "What the figures were measured on."
-    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
+    with open("/proc/cpuinfo") as info:
+        names = [line.split(":")[1].strip() for line in info if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"cpu": cpu, "cores": os.cpu_count(), "memory_bytes": memory, "system": f"{platform.system()} {platform.release()}",
-            "python": platform.python_version(), "numpy": np.__version__, "numba": numba.__version__}
+    return {"cpu": names[0] if names else platform.machine(), "cores": os.cpu_count(), "memory_bytes": memory,
+            "system": f"{platform.system()} {platform.release()}", "python": platform.python_version(),
+            "numpy": np.__version__, "numba": numba.__version__}
 
 
 def enforced(limit):
@@ -87,19 +90,24 @@ def decode(folder, ram, threads, tokens, prompt=("--ids", IDS), trunk=None, limi
     "One decode: its report, with a digest of each step's logits and what limited its memory; and what it printed."
     with tempfile.TemporaryDirectory() as scratch:
         record, logits = Path(scratch) / "r.json", Path(scratch) / "l.npy"
-        command = ["-m", "k3lib", "decode", folder, *prompt, "--max-new-tokens", tokens, "--ram", ram, "--threads", threads,
-                   "--json", record, "--logits", logits, *(["--trunk", trunk] if trunk else [])]
+        command = ["-m", "k3lib", "decode", folder, *prompt, "--max-new-tokens", tokens, "--ram", ram,
+                   "--threads", threads, "--json", record, "--logits", logits, *(["--trunk", trunk] if trunk else [])]
         text, memory = child(command, limited and size(ram))
         report = json.loads(record.read_text())
         digests = [hashlib.sha256(row.tobytes()).hexdigest()[:16] for row in np.load(logits)]
-    return {"ram": size(ram), "packed": trunk is not None, **{key: report[key] for key in KEPT}, "digests": digests, "memory": memory}, text
+    return table_row(ram, trunk is not None, report, digests, memory), text
+
+
+def table_row(ram, packed, report, digests, memory):
+    "A row of the file: what is kept of a report, and how it was made."
+    kept = {key: report[key] for key in KEPT}
+    return {"ram": size(ram), "packed": packed, **kept, "digests": digests, "memory": memory}
 
 
 def long_context(folder, ram):
     "Two steps at the end of a context of 4,096 positions."
     text, memory = child(["-c", LONG, folder, ram], 0)
-    report = json.loads(text)
-    return {"ram": size(ram), "packed": False, **{key: report[key] for key in KEPT}, "digests": [], "memory": memory}, text
+    return table_row(ram, False, json.loads(text), [], memory), text
 
 
 def with_vocabulary(folder, scratch):
@@ -115,9 +123,10 @@ class Table:
 
     def __init__(self, path, command):
         self.path = path
-        self.tree = {"about": "decodes of the synthetic checkpoint of the full released shape, most of which is holes: bytes are read at the "
-                              "speed of memory, not of a disk", "made_by": command, "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-                     "machine": machine(), "rows": []}
+        about = ("decodes of the synthetic checkpoint of the full released shape, most of which is holes: "
+                 "bytes are read at the speed of memory, not of a disk")
+        today = datetime.now(UTC).strftime("%Y-%m-%d")
+        self.tree = {"about": about, "made_by": command, "date": today, "machine": machine(), "rows": []}
 
     def add(self, what, row, most, like=None):
         peak, planned, steps = row["peak_rss_bytes"], row["plan"]["total"], row["step_seconds"]
@@ -126,13 +135,13 @@ class Table:
         self.path.write_text(json.dumps(self.tree, indent=1) + "\n")
         later = f"{np.median(steps[1:]):6.1f} s a token" if steps[1:] else " " * 14
         prompt = f"prompt {steps[0]:6.1f} s" if steps else " " * 15
-        print(f"{what:<36} peak {peak / 1e6:6.0f} MB of {planned / 1e6:6.0f} planned, {prompt}, {later}, ids {row['ids']}, {row['memory']}", flush=True)
+        print(f"{what:<36} peak {peak / 1e6:6.0f} MB of {planned / 1e6:6.0f} planned, {prompt}, {later}, "
+              f"ids {row['ids']}, {row['memory']}", flush=True)
         if peak > most:
             sys.exit(f"{what}: a peak of {peak} bytes, at most {most:.0f} are allowed")
         n = min(len(row["digests"]), len(like["digests"])) if like else 0
         if like and row["digests"][:n] != like["digests"][:n]:
             sys.exit(f"{what}: the logits differ from those of the first row")
-
 
     def figures(self):
         "What was measured, as the history keeps it: text by row."
@@ -148,17 +157,18 @@ def main():
     args.add_argument("--budgets", default="1GB,2GB,4GB,8GB,16GB", help="in ascending order, whole gigabytes")
     args.add_argument("--tokens", type=int, default=4)
     args.add_argument("--only-budgets", action="store_true", help="leave out the rows that vary something else")
-    args.add_argument("--json", type=Path, default=ROOT / "fixtures" / "measured" / "scale.json")
+    args.add_argument("--json", type=Path, default=MEASURED, help="another file than the default: no line of history")
     args = args.parse_args()
     budgets, tokens, folder = args.budgets.split(","), args.tokens, args.folder
     lowest = budgets[0]
     if not Path(folder).exists():
         Path(folder).parent.mkdir(exist_ok=True)
         subprocess.run([sys.executable, "-m", "k3lib", "synth", folder, "--preset", "full"], check=True)
-    table = Table(args.json, f"tests/scale.py --budgets {args.budgets} --tokens {tokens}{' --only-budgets' * args.only_budgets}")
+    options = f"--budgets {args.budgets} --tokens {tokens}" + " --only-budgets" * args.only_budgets
+    table = Table(args.json, f"tests/scale.py {options}")
 
     if not args.only_budgets:
-        kernels = tempfile.TemporaryDirectory()  # what this row compiles the others find there, whatever was cached before
+        kernels = tempfile.TemporaryDirectory()  # the other rows find there what this one compiles
         os.environ["NUMBA_CACHE_DIR"] = kernels.name
         table.add(f"{lowest}, nothing compiled yet", decode(folder, lowest, 2, 2)[0], 1.3 * size(lowest))
     first, text = decode(folder, lowest, 2, tokens, limited=True)
@@ -170,15 +180,17 @@ def main():
         subprocess.run([sys.executable, "-m", "k3lib", "pack", folder, args.trunk], check=True)
         for ram, threads, trunk in (lowest, 1, None), (lowest, 2, args.trunk), (budgets[-1], 1, args.trunk):
             what = f"{ram}, {threads} thread{'s' * (threads > 1)}{', packed trunk' if trunk else ''}"
-            table.add(what, decode(folder, ram, threads, 2, trunk=trunk, limited=True)[0], size(ram), first)
+            found, _ = decode(folder, ram, threads, 2, trunk=trunk, limited=True)
+            table.add(what, found, size(ram), first)
         table.add(f"{lowest}, 4,096 positions", long_context(folder, lowest)[0], size(lowest))
         if "K3_TIKTOKEN" in os.environ:
             with tempfile.TemporaryDirectory() as scratch:
                 model = with_vocabulary(folder, Path(scratch))
-                row, _ = decode(model, lowest, 2, 2, prompt=("--prompt", "How small can it be?"), limited=True)
-                table.add(f"{lowest}, a prompt of text", row, size(lowest))
+                found, _ = decode(model, lowest, 2, 2, prompt=("--prompt", "How small can it be?"), limited=True)
+                table.add(f"{lowest}, a prompt of text", found, size(lowest))
     print(f"the same logits in every row; figures in {args.json}")
-    history.append("scale", table.tree["machine"], table.figures())
+    if args.json == MEASURED:
+        history.append("scale", table.tree["machine"], table.figures())
     if GROUP.exists():
         GROUP.rmdir()
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from k3lib.checkpoint import INDEX
 from k3lib.header import ITEMSIZE, header_bytes
+from k3lib.tensors import expert_name
 
 TOY = (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
        b'"b":{"dtype":"BF16","shape":[1,3],"data_offsets":[8,14]}}')
@@ -45,3 +46,5 @@ NAMES = st.one_of(
     st.lists(st.sampled_from(["layers", "experts", "#", "0", "7", "07", "999999", "1000000", "²", "٣", "", "w1"]),
              max_size=7).map(".".join),
 )
+
+E5 = expert_name(3, 5, "w1").removesuffix("w1.weight_packed")  # what the names of an expert's tensors begin with

@@ -1,7 +1,7 @@
-"""Read calls that fail on demand, in the place where compiled code and Python find `pread` and `preadv`.
+"""Read calls that fail on demand, put where compiled code and Python look for `pread` and `preadv`.
 
-It must come before anything compiled is loaded, so it has a process of its own: `python tests/shim.py MODEL`. Prints
-what happened in each case as JSON, for test_failing_io.py to judge.
+That must be done before anything compiled is loaded, so this is a program: `python tests/shim.py MODEL`. It prints what
+happened in each case as JSON, for test_failing_io.py to judge.
 """
 import contextlib
 import ctypes
@@ -92,7 +92,7 @@ def every(who, act):
 
 
 def at(path, offset, act):
-    "A read of these bytes, whoever asks for them: Python asks again for what compiled code did not get."
+    "A read of these bytes by either caller: Python reads again what compiled code did not get."
     return lambda caller, there, got, begin: act if there == path and begin <= offset < begin + max(got, 1) else got
 
 
@@ -130,9 +130,8 @@ def main(folder):
     found["afterwards"] = decoded(model)
 
     said = []
-    logger = logging.getLogger("k3lib")
-    logger.addHandler(handler := logging.Handler())
-    logger.propagate, handler.emit = False, lambda record: said.append(record.getMessage())
+    disk._log.addHandler(handler := logging.Handler())
+    disk._log.propagate, handler.emit = False, lambda record: said.append(record.getMessage())
     path, offset, asked = reads[len(reads) // 2]
     slow = threading.Event()
 
@@ -150,10 +149,12 @@ def main(folder):
     model.close()
     found["threads left"] = [thread.name for thread in threading.enumerate() if thread.name.startswith("k3")]
 
-    shard, last = (os.path.join(folder, f"model-{number:05d}-of-000016.safetensors") for number in (3, 5))
-    for label, path, args in (("header", shard, ["census", folder]),
-                              ("decode", shard, ["decode", folder, "--ids", "1,2"]),
-                              ("hash", last, ["verify", folder])):
+    third, fifth = (os.path.join(folder, f"model-{number:05}-of-000016.safetensors") for number in (3, 5))
+    for label, path, args in (
+        ("header", third, ["census", folder]),
+        ("decode", third, ["decode", folder, "--ids", "1,2"]),
+        ("hash", fifth, ["verify", folder]),
+    ):
         out, err = io.StringIO(), io.StringIO()
         offset = 12 if label == "header" else 100_000
         with ruled(at(path, offset, -errno.EIO)), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -1,21 +1,22 @@
 "Small K3-graph checkpoints with dimensions of the test's choosing, and the book's own float64 model to judge them by."
+import ast
 import json
 
 import jupytext
 import numpy as np
 from common import MODEL, ROOT
 
-from k3lib import model
 from k3lib.checkpoint import Checkpoint
 from k3lib.config import read_config
 from k3lib.header import header_bytes
-from k3lib.tensors import text_tensors
+from k3lib.tensors import layer_of, text_tensors
 
 
 def write(folder, seed=0, a_log_tail=7.7, linear=None, **fields):
-    """A random checkpoint in `folder`: the embedded model's config with `fields` changed, and `linear` in its linear_attn_config.
+    """A random checkpoint in `folder`: the embedded model's config with changes.
 
-    One shard a layer and one for the rest, BF16 except where the released layout says otherwise.
+    `fields` take the place of its fields, `linear` of those of its linear_attn_config. There is one shard a layer and
+    one for the rest, BF16 except where the released layout says otherwise.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((MODEL / "config.json").read_text())
@@ -26,8 +27,9 @@ def write(folder, seed=0, a_log_tail=7.7, linear=None, **fields):
     rng = np.random.default_rng(seed)
     shards = {}
     for name, dtype, shape in text_tensors(config):
-        layer = int(name.split(".layers.")[1].split(".")[0]) if ".layers." in name else config.num_hidden_layers
-        shards.setdefault(layer, []).append((name, dtype, shape, values(rng, name, dtype, shape, config, a_log_tail)))
+        layer = layer_of(name)
+        shard = config.num_hidden_layers if layer is None else layer
+        shards.setdefault(shard, []).append((name, dtype, shape, values(rng, name, dtype, shape, config, a_log_tail)))
     for number, (_, tensors) in enumerate(sorted(shards.items()), 1):
         path = folder / f"model-{number:05d}-of-{len(shards):06d}.safetensors"
         path.write_bytes(header_bytes([t[:3] for t in tensors]) + b"".join(t[3] for t in tensors))
@@ -55,9 +57,10 @@ def forward64(folder, ids):
     "Logits of the float64 model that the model's chapter writes out, for another checkpoint than the chapter's."
     chapter, = (ROOT / "book").glob("*/[0-9]*_model.py")
     cells = [cell.source for cell in jupytext.read(chapter, fmt="py:percent").cells if cell.cell_type == "code"]
-    first = next(i for i, cell in enumerate(cells) if cell.startswith("def rms("))
     last = next(i for i, cell in enumerate(cells) if "def forward64(" in cell)
-    imports = [line for cell in cells[:first] for line in cell.splitlines() if line.startswith(("import ", "from "))]
-    space = {**vars(model), "config": read_config(folder), "checkpoint": Checkpoint(folder)}
-    exec("\n".join([*imports, *cells[first:last + 1]]), space)
+    tree = ast.parse("\n".join(cells[:last + 1]))
+    tree.body = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef))
+                 or isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)]
+    space = {"config": read_config(folder), "checkpoint": Checkpoint(folder)}
+    exec(compile(tree, str(chapter), "exec"), space)
     return space["forward64"](list(ids))[0]

@@ -1,6 +1,6 @@
-"The budget as a promise: the same bytes at every one, no more memory than it says, and a refusal that names what would do."
+"""The budget is a promise, measured in processes of their own: the same bytes at every budget, no more memory than it
+says, and a refusal that names one that is large enough."""
 import json
-import math
 import os
 import re
 import shutil
@@ -10,28 +10,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from common import FIXTURES, MODEL
+from common import MODEL
 from test_synth import rewritten
 
 import k3lib
-from k3lib import cli, disk, memory, plan, system
+from k3lib import cli, disk, memory, system
 from k3lib.checkpoint import Checkpoint
-from k3lib.config import read_config
-from k3lib.disk import ITEMSIZE
 from k3lib.fileio import UsageError
-from k3lib.header import Extent, header_bytes
+from k3lib.header import header_bytes
 from k3lib.synth import synth
-from k3lib.tensors import EXPERT_TENSORS, text_tensors
 
 resource = pytest.importorskip("resource")
 pytestmark = pytest.mark.skipif(system.peak_bytes() is None, reason="this system does not tell a process its peak")
 TWO = {**os.environ, "NUMBA_NUM_THREADS": "2"}  # also where there is one core, and no more threads where there are many
+
+
 class Run:
     "One `k3 decode` in a process of its own: its logits as bytes, its report, and what it said."
 
     def __init__(self, model, folder, ram, *args, ids="5,9", tokens=2, **how):
-        command = [sys.executable, "-m", "k3lib", "decode", model, "--ids", ids, "--max-new-tokens", tokens, "--ram", ram,
-                   "--logits", folder / "l.npy", "--json", folder / "r.json", *args]
+        command = [sys.executable, "-m", "k3lib", "decode", model, "--ids", ids, "--max-new-tokens", tokens,
+                   "--ram", ram, "--logits", folder / "l.npy", "--json", folder / "r.json", *args]
         done = subprocess.run([str(word) for word in command], capture_output=True, text=True, env=TWO, **how)
         self.code, self.error = done.returncode, done.stderr
         if self.code == 0:
@@ -60,7 +59,7 @@ def floor(model, folder, *args):
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(tmp_path_factory):
-    """Every kernel in numba's cache, streamed and resident: a process that compiles takes more memory than one that loads.
+    """Every kernel compiled and cached, streamed and resident: a process that compiles takes more memory.
 
     Returns the smallest budget of the embedded model.
     """
@@ -75,7 +74,7 @@ def compiled(tmp_path_factory):
 def slice_(tmp_path_factory, everything):
     """Five layers of full width, 64 experts: 12.4 GB of tensors, 0.4 GB on disk. Layers 3 and 4 are MLA.
 
-    A tenth of the vocabulary: nine tenths of it would be time and no other path. With `--all` it is whole, and these are 16.6 GB.
+    A tenth of the vocabulary: the rest takes time and tests nothing else. With `--all` it is whole, 16.6 GB of tensors.
     """
     folder = tmp_path_factory.mktemp("slice")
     synth(folder / "model", "full", layers=5, experts=64, vocab=None if everything else 16_384)
@@ -96,7 +95,7 @@ def lowest(slice_, tmp_path_factory):
     "The smallest budget for the slice, and its run where the system gives no more than that."
     folder = tmp_path_factory.mktemp("lowest")
     ram = floor(slice_ / "model", folder)
-    assert Run(slice_ / "model", folder, "1GB").code == 0  # whatever kernel this shape is the first to need is compiled here
+    assert Run(slice_ / "model", folder, "1GB").code == 0  # compiles the kernels that this shape is the first to need
     return ram, Run(slice_ / "model", folder, ram, **only(ram))
 
 
@@ -111,7 +110,9 @@ def test_the_floor_where_the_system_gives_no_more(lowest):
 
 def test_the_same_bytes_at_every_budget(slice_, lowest, tmp_path, everything):
     model, trunk = slice_ / "model", ["--trunk", slice_ / "trunk"]
-    pinned, runs = [], [(floor(model, tmp_path, *trunk), 1, trunk), ("450MB", 1, []), ("600MB", 2, trunk), ("1GB", 2, []), ("2GB", 1, trunk)]
+    lowest_packed = floor(model, tmp_path, *trunk)
+    pinned = []
+    runs = [(lowest_packed, 1, trunk), ("450MB", 1, []), ("600MB", 2, trunk), ("1GB", 2, []), ("2GB", 1, trunk)]
     for ram, threads, more in runs if everything else [runs[0], runs[3], runs[4]]:
         run = Run(model, tmp_path, ram, "--threads", threads, *more)
         kept(run, ram)
@@ -137,25 +138,11 @@ def test_more_than_the_model_needs(tmp_path):
     kept(Run(MODEL, tmp_path, "4GB"), "4GB")
 
 
-def test_a_plan_that_the_machine_cannot_hold_says_what_would_fit(monkeypatch):
-    config, checkpoint = read_config(MODEL), Checkpoint(MODEL)
-    with pytest.raises(plan.PlanError) as refused:
-        plan.make_plan(config, checkpoint, 1, 32)
-    for short, advice in (6_000_000, r"a budget of (\d+) MB would fit"), (-2_000_000, r"not even the smallest budget, (\d+) MB, would fit"):
-        free = refused.value.least - system.resident_bytes() + short
-        monkeypatch.setattr(plan, "available_bytes", lambda: free)
-        with pytest.raises(plan.PlanError, match=advice) as caught:
-            plan.make_plan(config, checkpoint, 10**9, 32)
-        named = int(re.search(advice, str(caught.value))[1]) * 10**6
-        if short > 0:
-            assert plan.make_plan(config, checkpoint, named, 32).total <= named
-
-
 # Layouts
 
 
 def scattered(source, target, seed=0):
-    "A copy whose tensors are dealt at random to as many files, so that no layer and no expert lies in one piece. Returns `target`."
+    "A copy whose tensors lie in as many files at random: no layer and no expert is in one piece. Returns `target`."
     shutil.copytree(source, target)
     (target / "model.safetensors.index.json").unlink()  # it would be right to say that tensors lie elsewhere now
     with Checkpoint(source) as ckpt:
@@ -200,49 +187,10 @@ print(seen[19], seen[-1])
 
 def test_memory_does_not_grow_with_tokens(compiled):
     ram = memory.parse_size(compiled) + 1_000_000
-    done = subprocess.run([sys.executable, "-c", GROWTH, MODEL, str(ram)], capture_output=True, text=True, check=True, env=TWO)
+    done = subprocess.run([sys.executable, "-c", GROWTH, MODEL, str(ram)], capture_output=True, text=True, check=True,
+                          env=TWO)
     early, late = map(int, done.stdout.split())
-    assert late - early < 10_000_000, f"{(late - early) / 200 / 1000:.0f} kB a token more in memory over 200 tokens"
-
-
-class Released:
-    "The headers of the released checkpoint as far as a plan looks at them, from the config alone."
-
-    def __init__(self, config):
-        self.extents = {}
-        for name, dtype, shape in text_tensors(config):
-            if ".experts." not in name or ".layers.1.block_sparse_moe.experts.0." in name:
-                self.extents[name] = Extent("", 8, math.prod(shape) * ITEMSIZE[dtype], dtype, shape)
-
-    def extent(self, name):
-        return self.extents[name]
-
-    def expert(self, layer, number):
-        return {short: self.extents[pattern.replace("#", str(layer), 1).replace("#", str(number), 1)] for short, pattern in EXPERT_TENSORS.items()}
-
-
-@pytest.fixture(scope="module")
-def released():
-    config = read_config(FIXTURES / "k3")
-    return config, Released(config)
-
-
-@pytest.fixture
-def small_process(monkeypatch):
-    "As in a process of its own: this one has pytest and more in memory."
-    monkeypatch.setattr(plan, "resident_bytes", lambda: 130_000_000)
-    monkeypatch.setattr(plan, "available_bytes", lambda: None)
-
-
-def test_the_released_shape_fits_a_gigabyte_and_4096_positions_cost_226_megabytes(released, small_process):
-    short, long = (plan.make_plan(*released, 2 * 10**9, context) for context in (9, 4096))
-    assert all(plan.make_plan(*released, 10**9, context).total <= 10**9 for context in (9, 4096))
-    cache = long.parts["latent KV cache, 4096 positions"]
-    assert cache == 4096 * 24 * 576 * 4 and 226e6 < cache < 227e6 and 55_000 < cache / 4096 < 55_500
-    assert long.total <= 2 * 10**9 and short.pinned_bytes - long.pinned_bytes > 200e6, "the cache takes memory from the trunk"
-    assert min(short.total, long.total) > 1.99e9, "most of the budget is spent"
-    with pytest.raises(plan.PlanError, match=r"16384 positions needs at least \d+ MB"):
-        plan.make_plan(*released, 10**9, 16_384)
+    assert late - early < 10_000_000, f"{(late - early) / 200 / 1000:.0f} kB more memory a token, over 200 tokens"
 
 
 def test_a_context_that_does_not_fit_is_refused_before_the_first_read(slice_, tmp_path, monkeypatch):
@@ -257,7 +205,7 @@ FULL = """
 import sys, k3lib
 model = k3lib.load(sys.argv[1], sys.argv[2], context=4096)
 for state in model.sequence.layers:
-    if not isinstance(state, tuple):  # a latent cache, as it is after so many tokens
+    if not isinstance(state, tuple):  # a KV cache, as it is after so many tokens
         state[:] = 0.01
 model.sequence.position = 4094
 model.prefill([5, 9])
@@ -266,7 +214,9 @@ print(model.report.peak_rss_bytes, model.plan.total)
 
 
 def test_a_step_at_4096_positions_stays_within_its_plan(slice_, tmp_path):
-    run = subprocess.run([sys.executable, "-c", FULL, slice_ / "model", "400MB"], capture_output=True, text=True, env=TWO)
+    run = subprocess.run([sys.executable, "-c", FULL, slice_ / "model", "400MB"], capture_output=True, text=True,
+                         env=TWO)
     assert run.returncode == 0, run.stderr
     peak, planned = map(int, run.stdout.split())
-    assert peak <= 400_000_000 and 0.9 * planned <= peak <= 1.1 * planned, f"peak of {peak} bytes, planned were {planned}"
+    within_plan = peak <= 400_000_000 and 0.9 * planned <= peak <= 1.1 * planned
+    assert within_plan, f"peak of {peak} bytes, planned were {planned}"

@@ -13,13 +13,13 @@ import safetensors
 from common import MODEL
 from hypothesis import given
 from hypothesis import strategies as st
-from shards import NAMES, TOY, TOY_DATA, file_of, shard, two_of, write
+from shards import E5, NAMES, TOY, TOY_DATA, file_of, shard, two_of, write
 
 from k3lib import checkpoint, fileio
 from k3lib.checkpoint import INDEX, Checkpoint
 from k3lib.fileio import READ_MAX, CheckpointError
 from k3lib.header import header_bytes
-from k3lib.tensors import EXPERT_TENSORS, expert_name
+from k3lib.tensors import EXPERT_TENSORS
 
 LINUX = sys.platform == "linux"
 
@@ -93,7 +93,8 @@ def test_expert_is_its_six_tensors(oracle):
         assert extent == oracle.extent(f"{p}{w}.weight_{scale or 'packed'}"), short
 
 
-@pytest.mark.parametrize("layer, expert", [(0, 0), (12, 16), (13, 0), (1, -1), (1, 1 << 20), (1 << 20, 0), (0, (1 << 20) + 3)])
+@pytest.mark.parametrize("layer, expert", [
+    (0, 0), (12, 16), (13, 0), (1, -1), (1, 1 << 20), (1 << 20, 0), (0, (1 << 20) + 3)])
 def test_no_such_expert(oracle, layer, expert):
     with pytest.raises(CheckpointError, match=rf"no tensor .*layers\.{layer}\..*experts"):
         oracle.expert(layer, expert)
@@ -104,8 +105,10 @@ def test_kinds_of_a_pattern(oracle):
     assert oracle.kinds_of(scale, range(1, 13), range(16)) == {("U8", (64, 3))}
     for layers, experts in ([0, 1], [0]), ([1, 2, 3], range(17)), ([13], [0]), ([1], [-1]):
         assert None in oracle.kinds_of(scale, layers, experts)
-    norm, A_log = "language_model.model.layers.#.input_layernorm.weight", "language_model.model.layers.#.self_attn.A_log"
-    assert oracle.kinds_of(norm, range(13), [-1]) == {("BF16", (128,))} and oracle.kinds_of(A_log, range(4), [-1]) == {("F32", (32,)), None}
+    norm = "language_model.model.layers.#.input_layernorm.weight"
+    A_log = "language_model.model.layers.#.self_attn.A_log"
+    assert oracle.kinds_of(norm, range(13), [-1]) == {("BF16", (128,))}
+    assert oracle.kinds_of(A_log, range(4), [-1]) == {("F32", (32,)), None}
     assert oracle.kinds_of("language_model.lm_head.weight", [-1], [-1]) == {("BF16", (512, 128))}
     assert oracle.kinds_of("no such", [-1], [-1]) == {None}
 
@@ -118,21 +121,21 @@ def test_tensors_of_a_prefix(oracle):
 
 # Names
 
-E5 = expert_name(3, 5, "w1").removesuffix("w1.weight_packed")
-
-
-@given(st.sets(st.one_of(NAMES, NAMES.map(lambda end: E5 + end), st.sampled_from([E5 + "\n", "a\nb", E5[:-1], E5.replace("3", "03")]))))
+@given(st.sets(st.one_of(NAMES, NAMES.map(lambda end: E5 + end),
+                         st.sampled_from([E5 + "\n", "a\nb", E5[:-1], E5.replace("3", "03")]))))
 def test_any_names_are_listed_and_found(names):
     "The index is made of all names at once, a look-up knows one: both must mean the same tensor."
     with tempfile.TemporaryDirectory() as folder:
-        parts = write(Path(folder), "model.safetensors", [(name, "U8", [i % 5]) for i, name in enumerate(sorted(names))])
+        parts = write(Path(folder), "model.safetensors",
+                      [(name, "U8", [i % 5]) for i, name in enumerate(sorted(names))])
         with Checkpoint(folder) as c:
             assert {*c.names()} == names == {name for name in names if name in c}
             assert {name: c.raw(name).tobytes() for name in names} == parts
 
 
 def test_odd_names_are_found(tmp_path):
-    names = ["a.5.b", "a.#.b", "a.05.b", "a.5", "5.a", "a.1000000.b", "a.1.2.3", "../x", "", "a.#.5", "é", "a.999999.b.999999"]
+    names = ["a.5.b", "a.#.b", "a.05.b", "a.5", "5.a", "a.1000000.b", "a.1.2.3", "../x", "", "a.#.5", "é",
+             "a.999999.b.999999"]
     parts = write(tmp_path, "model.safetensors", [(n, "U8", [3]) for n in names])
     c = Checkpoint(tmp_path)
     assert list(c.names()) == names
@@ -140,13 +143,17 @@ def test_odd_names_are_found(tmp_path):
         assert c.raw(name).tobytes() == parts[name], name
 
 
-EDIT = st.tuples(st.floats(0, 1), st.sampled_from(["put", "take", "set"]), st.one_of(
-    st.binary(max_size=3), st.sampled_from([b"\xff" * 8, b"[" * 30, b'"', b"1e9", b"-1", b"NaN", b"\\ud800", b"layers", b"}}", b'"b":'])))
+TEXTS = [b"\xff" * 8, b"[" * 30, b'"', b"1e9", b"-1", b"NaN", b"\\ud800", b"layers", b"}}", b'"b":']
+EDIT = st.tuples(st.floats(0, 1), st.sampled_from(["put", "take", "set"]),
+                 st.one_of(st.binary(max_size=3), st.sampled_from(TEXTS)))
 
 
 @given(st.integers(0, 2), st.lists(EDIT, min_size=1, max_size=3), st.sampled_from([1 << 18, 100]))
 def test_any_damaged_file_is_refused_or_consistent(tmp_path_factory, which, edits, block):
-    "Bytes put in, taken out or changed in a shard or the index: CheckpointError, or what the library finds and the index, read plainly, lists."
+    """Bytes put in, taken out or changed in a shard or the index.
+
+    CheckpointError, or what the library finds and the index, read plainly, lists.
+    """
     folder = tmp_path_factory.mktemp("two")
     name, data = sorted(two_of(folder).items())[which]
     for share, how, new in edits:
@@ -157,20 +164,24 @@ def test_any_damaged_file_is_refused_or_consistent(tmp_path_factory, which, edit
         patch.setattr(checkpoint, "INDEX_BLOCK", block)
         try:
             with Checkpoint(folder) as c:
-                ours = {tensor: (os.path.basename(c.extent(tensor).file), c.extent(tensor).dtype, list(c.extent(tensor).shape), c.raw(tensor).tobytes()) for tensor in c.names()}
+                ours = {tensor: (os.path.basename(c.extent(tensor).file), c.extent(tensor).dtype,
+                                 list(c.extent(tensor).shape), c.raw(tensor).tobytes()) for tensor in c.names()}
         except CheckpointError as error:
             assert "\n" not in str(error) and str(folder) in str(error) and len(str(error)) < 1000
             return
     theirs = {tensor: (f"model-{i:05d}-of-000002.safetensors", t["dtype"], t["shape"], bytes(t["data"])) for i in (1, 2)
               for tensor, t in safetensors.deserialize((folder / f"model-{i:05d}-of-000002.safetensors").read_bytes())}
-    assert ours == theirs and json.loads((folder / INDEX).read_bytes())["weight_map"] == {tensor: place[0] for tensor, place in theirs.items()}
+    assert ours == theirs
+    assert json.loads((folder / INDEX).read_bytes())["weight_map"] == {tensor: place[0] for tensor,
+                                                                       place in theirs.items()}
 
 
 @pytest.mark.parametrize("depth", [*range(1, 20), *range(940, 1010, 3), 10**5])
 def test_nesting_is_bounded_at_any_depth_of_calls(tmp_path, depth):
     "What can just be parsed must not fail to be printed."
     places = two_of(tmp_path)
-    for name, text in ((INDEX, b'{"metadata":%s,"weight_map":{}}'), (shard(1, 2, "")[0], b'{"a":%s}'), (shard(1, 2, "")[0], b'{"__metadata__":%s}')):
+    for name, text in ((INDEX, b'{"metadata":%s,"weight_map":{}}'), (shard(1, 2, "")[0], b'{"a":%s}'),
+                       (shard(1, 2, "")[0], b'{"__metadata__":%s}')):
         text = text % (b"[" * depth + b"]" * depth)
         (tmp_path / name).write_bytes(text if name == INDEX else file_of(text, b"abcd"))
         with pytest.raises(CheckpointError) as caught:
@@ -187,7 +198,9 @@ def test_shards_in_order(tmp_path):
         write(tmp_path, *shard(i, 3, f"t{i}"))
     (tmp_path / "other.safetensors").write_bytes(b"not read either")
     c = Checkpoint(tmp_path)
-    assert [Path(c.extent(f"t{i}").file).name for i in (1, 2, 3)] == [shard(i, 3, "")[0] for i in (1, 2, 3)] == [Path(f).name for f in c.files]
+    assert [Path(c.extent(f"t{i}").file).name for i in (1, 2, 3)] == [shard(i, 3, "")[0]
+                                                                      for i in (1, 2, 3)] == [Path(f).name
+                                                                                              for f in c.files]
 
 
 def test_five_digit_totals_are_read(tmp_path):
@@ -203,8 +216,10 @@ def test_five_digit_totals_are_read(tmp_path):
     ([(1, 2), (2, 2), (3, 2)], ["model-00003-of-000002.safetensors does not belong"]),
     ([(0, 1), (1, 1)], ["model-00000-of-000001.safetensors does not belong"]),
     ([(1, 1), (1, 2), (2, 2)], ["of-00000", "does not belong"]),
-    ([(1, 3), (2, 3), (3, 4)], ["model-00003-of-000003.safetensors is missing", "model-00003-of-000004.safetensors does not belong"]),
-    ([(0, 2), (1, 2)], ["model-00002-of-000002.safetensors is missing", "model-00000-of-000002.safetensors does not belong"]),
+    ([(1, 3), (2, 3), (3, 4)], ["model-00003-of-000003.safetensors is missing",
+                                "model-00003-of-000004.safetensors does not belong"]),
+    ([(0, 2), (1, 2)], ["model-00002-of-000002.safetensors is missing",
+                        "model-00000-of-000002.safetensors does not belong"]),
 ])
 def test_shard_count_must_match(tmp_path, present, words):
     for i, of in present:
@@ -243,7 +258,8 @@ def indexed(folder, **change):
     name, _ = shard(2, 2, "")
     write(folder, name, [("b", "U8", [1]), ("c", "U8", [1]), ("é\"},", "F32", [1])])
     places = {"layers.3.w": shard(1, 2, "")[0], "b": name, "c": name, "é\"},": name} | change
-    return {"metadata": {"total_size": 10}, "weight_map": {tensor: file for tensor, file in places.items() if file is not None}}
+    listed = {tensor: file for tensor, file in places.items() if file is not None}
+    return {"metadata": {"total_size": 10}, "weight_map": listed}
 
 
 def refused_index(folder, index):
@@ -263,7 +279,9 @@ ONE, TWO = (shard(i, 2, "")[0] for i in (1, 2))
 def test_a_good_index_however_written_and_cut(tmp_path, monkeypatch, block, how):
     monkeypatch.setattr(checkpoint, "INDEX_BLOCK", block)
     index = indexed(tmp_path)
-    for tree in index, dict(reversed(index.items())), {"weight_map": index["weight_map"]}, index | {"metadata": {"total_size": 10.0, "x": [1]}}:
+    trees = [index, dict(reversed(index.items())), {"weight_map": index["weight_map"]},
+             index | {"metadata": {"total_size": 10.0, "x": [1]}}]
+    for tree in trees:
         (tmp_path / INDEX).write_text(json.dumps(tree, **how), encoding="utf-8")
         assert len(Checkpoint(tmp_path)) == 4
 
@@ -272,7 +290,8 @@ def test_the_index_of_the_oracle_in_many_pieces(oracle, monkeypatch):
     whole = json.loads((MODEL / INDEX).read_text())
     monkeypatch.setattr(checkpoint, "INDEX_BLOCK", 1000)
     pieces = list(checkpoint.index_pieces(str(MODEL / INDEX), 10**6))
-    assert len(pieces) > 100 and whole["weight_map"] == {name: file for piece in pieces for name, file in piece["weight_map"].items()}
+    assert len(pieces) > 100
+    assert whole["weight_map"] == {name: file for piece in pieces for name, file in piece["weight_map"].items()}
     assert [piece.get("metadata") for piece in pieces] == [whole["metadata"]] + [None] * (len(pieces) - 1)
     checkpoint.check_index(oracle.index, str(MODEL / INDEX))
 
@@ -280,7 +299,8 @@ def test_the_index_of_the_oracle_in_many_pieces(oracle, monkeypatch):
 @pytest.mark.parametrize("block", [1 << 18, 150])
 @pytest.mark.parametrize("change, told", [
     ({"layers.3.w": TWO}, f"tensor 'layers.3.w': found in {ONE}, expected '{TWO}'"),
-    ({"layers.3.w": "model-00003-of-000002.safetensors"}, f"tensor 'layers.3.w': found in {ONE}, expected 'model-00003-of-000002.safetensors'"),
+    ({"layers.3.w": "model-00003-of-000002.safetensors"},
+     f"tensor 'layers.3.w': found in {ONE}, expected 'model-00003-of-000002.safetensors'"),
     ({"layers.3.w": 1}, f"tensor 'layers.3.w': found in {ONE}, expected 1"),
     ({"layers.3.w": [ONE]}, f"tensor 'layers.3.w': found in {ONE}, expected ['{ONE}']"),
     ({"layers.4.w": ONE}, f"tensor 'layers.4.w': found in no file, expected '{ONE}'"),
@@ -300,11 +320,13 @@ def test_an_index_of_another_size(tmp_path, monkeypatch, block, total):
     index = indexed(tmp_path) | {"metadata": {"total_size": total}}
     told = f"metadata.total_size is {total!r}, expected 10, the bytes of all tensors"
     assert refused_index(tmp_path, index) == refused_index(tmp_path, dict(reversed(index.items()))) == told
-    assert refused_index(tmp_path, index | {"metadata": 10.5}) == "metadata.total_size is 10.5, expected 10, the bytes of all tensors"
+    told = "metadata.total_size is 10.5, expected 10, the bytes of all tensors"
+    assert refused_index(tmp_path, index | {"metadata": 10.5}) == told
 
 
-@pytest.mark.parametrize("block, told", [(1 << 18, "its text up to byte 327: name 'layers.3.w' found twice, expected once"),
-                                         (150, "tensor 'b': listed twice, expected once")])
+@pytest.mark.parametrize("block, told", [
+    (1 << 18, "its text up to byte 327: name 'layers.3.w' found twice, expected once"),
+    (150, "tensor 'b': listed twice, expected once")])
 def test_a_tensor_listed_twice(tmp_path, monkeypatch, block, told):
     monkeypatch.setattr(checkpoint, "INDEX_BLOCK", block)
     text = json.dumps(indexed(tmp_path)).encode()
@@ -313,12 +335,15 @@ def test_a_tensor_listed_twice(tmp_path, monkeypatch, block, told):
 
 
 @pytest.mark.parametrize("text, told", [
-    (b"", "begins with b''"), (b"[]", "begins with b'['"), (b"\xff", "begins with"), (b"{}", "has [], expected an object weight_map"),
+    (b"", "begins with b''"), (b"[]", "begins with b'['"), (b"\xff", "begins with"),
+    (b"{}", "has [], expected an object weight_map"),
     (b'{"weight_map":[]}', "expected an object weight_map"), (b'{"metadata":{}}', "expected an object weight_map"),
-    (b'{"weight_map":{"a":"\xff"}}', "is not JSON"), (b'{"weight_map":{}', "is not JSON"), (b'{"weight_map":{}}}', "is not JSON"),
+    (b'{"weight_map":{"a":"\xff"}}', "is not JSON"), (b'{"weight_map":{}', "is not JSON"),
+    (b'{"weight_map":{}}}', "is not JSON"),
     (b'{"weight_map":{},"weight_map":{}}', "name 'weight_map' found twice"),
     (b'{"weight_map":{' + b" " * 300 + b"}}", "without .safetensors"),
-    (b'{"weight_map":{"b":"%s"},"more":{"x":"y.safetensors","layers.3.w":"%s"}}' % (TWO.encode(), ONE.encode()), "['weight_map', 'more']"),
+    (b'{"weight_map":{"b":"%s"},"more":{"x":"y.safetensors","layers.3.w":"%s"}}' % (TWO.encode(), ONE.encode()),
+     "['weight_map', 'more']"),
 ])
 def test_what_is_no_index(tmp_path, monkeypatch, text, told):
     monkeypatch.setattr(checkpoint, "INDEX_BLOCK", 100)
@@ -332,8 +357,14 @@ def test_an_index_is_judged_by_its_size_before_it_is_read(tmp_path, monkeypatch)
     with (tmp_path / INDEX).open("wb") as file:
         file.truncate(10**12)  # sparse
     asked, real, index = [], os.preadv, (tmp_path / INDEX).stat().st_ino
-    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: asked.append(os.fstat(fd).st_ino) or real(fd, views, offset))
-    with pytest.raises(CheckpointError, match=rf"{INDEX}: 1,000,000,000,000 bytes, expected at most {2 * headers + 10**6:,} for the tensors"):
+
+    def noted(fd, views, offset):
+        asked.append(os.fstat(fd).st_ino)
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", noted)
+    told = f"{INDEX}: 1,000,000,000,000 bytes, expected at most {2 * headers + 10**6:,} for the tensors"
+    with pytest.raises(CheckpointError, match=told):
         Checkpoint(tmp_path)
     assert asked and index not in asked
 
@@ -353,8 +384,10 @@ def test_an_index_of_nothing(tmp_path):
     write(tmp_path, "model.safetensors", [])
     (tmp_path / INDEX).write_text('{"metadata": {"total_size": 0}, "weight_map": {}}')
     assert len(Checkpoint(tmp_path)) == 0
-    assert refused_index(tmp_path, {"weight_map": {"a": "model.safetensors"}}) == "tensor 'a': found in no file, expected 'model.safetensors'"
-    assert "total_size is False, expected 0" in refused_index(tmp_path, {"metadata": {"total_size": False}, "weight_map": {}})
+    told = refused_index(tmp_path, {"weight_map": {"a": "model.safetensors"}})
+    assert told == "tensor 'a': found in no file, expected 'model.safetensors'"
+    told = refused_index(tmp_path, {"metadata": {"total_size": False}, "weight_map": {}})
+    assert "total_size is False, expected 0" in told
 
 
 def test_absent_tensor(oracle):
@@ -428,7 +461,8 @@ def test_failed_read_and_closed_file(toy, monkeypatch):
     c = Checkpoint(toy)
     with monkeypatch.context() as patched:
         patched.setattr(os, "preadv", fail)
-        with pytest.raises(CheckpointError, match=r"tensor b: reading 6 bytes at offset \d+ failed: .*Input/output error"):
+        told = r"tensor b: reading 6 bytes at offset \d+ failed: .*Input/output error"
+        with pytest.raises(CheckpointError, match=told):
             c.raw("b")
     c.close()
     with pytest.raises(CheckpointError, match="tensor b: .*closed file"):
@@ -456,6 +490,14 @@ def test_files_are_closed(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         Checkpoint(tmp_path)
     assert open_files() == 0, caught
+
+
+def test_open_files_are_allowed_for_the_reader_too(monkeypatch):
+    "A reader (k3lib.disk) opens each file once or twice more."
+    asked = []
+    monkeypatch.setattr(checkpoint, "allow_open_files", asked.append)
+    with Checkpoint(MODEL) as c:
+        assert asked == [3 * len(c.files)]
 
 
 def test_f8_has_bits_but_no_values(tmp_path):

@@ -1,4 +1,5 @@
 "The `k3` command as a user meets it: output, exit codes, one clear line for every bad input, and nothing half-written."
+import ast
 import json
 import os
 import re
@@ -14,6 +15,9 @@ import pytest
 from common import EXPECTED, MODEL, PROMPT, grid, k3, k3_process, refused
 from small import write
 from test_synth import rewritten
+
+from k3lib import cli, engine
+from k3lib.fileio import UsageError
 
 
 @pytest.fixture
@@ -44,6 +48,36 @@ def test_decode_prints_the_expected_ids_and_writes_what_it_is_asked(tmp_path):
     assert logits.shape == (20, 512) and logits.dtype == np.float32
     assert logits.argmax(1).tolist() == EXPECTED["generated_ids"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["l.npy", "r.json"]
+
+
+def test_tokens_are_shown_as_they_come(monkeypatch):
+    happened, prefill = [], engine.Engine.prefill
+    monkeypatch.setattr(engine.Engine, "prefill", lambda self, ids: (happened.append("a step"), prefill(self, ids))[1])
+    report = cli.decode(MODEL, ids=PROMPT, max_new_tokens=3, ram="1GB", show=happened.append)
+    first = happened.index("a step")
+    assert happened[first::2][:3] == ["a step"] * 3
+    lines = happened[first + 1:first + 6:2]
+    shown = [line.split(", ")[0] for line in lines]
+    assert shown == [f"   {n}: id {i}" for n, i in enumerate(report.ids, 1)]
+    assert shown == ["   1: id 468", "   2: id 342", "   3: id 411"]
+    assert happened[first + 6] == "generated ids: 468,342,411"
+    text = "".join(ast.literal_eval(line.split(" s, ", 1)[1]) for line in lines)
+    assert happened[first + 7] == f"generated text: {text!r}" and text
+
+
+def test_an_id_out_of_range_is_refused_before_anything_is_read(monkeypatch):
+    monkeypatch.setattr(engine, "load", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(UsageError, match="token id 512 is out of range: the vocabulary has ids 0..511"):
+        cli.decode(MODEL, ids="1,512", show=lambda text: None)
+
+
+@pytest.mark.parametrize("how, words", [
+    (dict(), "exactly one"), (dict(ids="1", prompt="a"), "exactly one"), (dict(ids=""), "'' is not a token id"),
+    (dict(prompt=""), "the prompt is empty"),
+])
+def test_a_prompt_or_ids(how, words):
+    with pytest.raises(UsageError, match=words):
+        cli.decode(MODEL, **how, show=lambda text: None)
 
 
 def test_a_text_prompt(tmp_path):
@@ -105,6 +139,8 @@ def test_missing_and_truncated_shards(model):
     (["--ids", "1", "--ram", "lots"], ["lots", "8GB"]),
     (["--ids", "1", "--ram", "1MB"], ["short", "at least"]),
     (["--ids", "1", "--threads", "1000"], ["threads", "1000"]),
+    (["--ids", "9" * 5000], ["'9999", "is not a token id"]),
+    (["--ids", "1", "--ram", "9" * 400], ["'9999", "is not a size"]),
     (["--prompt-file", "nothing.txt"], ["nothing.txt"]),
     (["--prompt-file", "."], [".: is no regular file"]),
 ])

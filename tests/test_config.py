@@ -7,15 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from common import FIXTURES, MODEL
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from k3lib.config import FIXED, FIXED_IF_GIVEN, INTEGERS, REALS, Config, ConfigError, read_config
 from k3lib.tensors import text_tensors
 
-FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
-ORACLE = FIXTURES / "oracle13/model"
-TREE = json.loads((ORACLE / "config.json").read_text())
+TREE = json.loads((MODEL / "config.json").read_text())
 ABSENT = object()
 NEEDED = [*INTEGERS, *REALS, *FIXED, "linear_attn_config.kda_layers", "linear_attn_config.full_attn_layers",
           "quantization_config", "quantization_config.format", "quantization_config.config_groups"]
@@ -48,7 +47,7 @@ def refusal(tmp_path, tree):
 
 
 def test_the_embedded_config():
-    c = read_config(ORACLE)
+    c = read_config(MODEL)
     assert (c.hidden_size, c.num_hidden_layers, c.vocab_size, c.rms_norm_eps) == (128, 13, 512, 1e-5)
     assert (c.kda_num_heads, c.kda_head_dim, c.kda_conv_kernel, c.kda_gate_lower_bound) == (4, 32, 4, -5.0)
     assert c.mla_layers == {3, 7, 11, 12} and c.kda_layers == set(range(13)) - c.mla_layers
@@ -92,14 +91,15 @@ def test_a_missing_or_wrong_object_is_named_once(tmp_path, above):
 @pytest.mark.parametrize("field", [*FIXED, *FIXED_IF_GIVEN])
 def test_unsupported_values_are_refused(tmp_path, field):
     expected = {**FIXED, **FIXED_IF_GIVEN}[field]
-    for value in ("other", 2, False if expected is True else True, float(expected) if type(expected) is int else "SITU"):
+    for value in ("other", 2, False if expected is True else True,
+                  float(expected) if type(expected) is int else "SITU"):
         message = refusal(tmp_path, changed((f"text_config.{field}", value)))
         assert f"text_config.{field} is {json.dumps(value)}, expected {json.dumps(expected)}" in message
 
 
 @pytest.mark.parametrize("field", FIXED_IF_GIVEN)
 def test_optional_fields_may_be_absent(tmp_path, field):
-    assert read(tmp_path, changed((f"text_config.{field}", ABSENT))) == read_config(ORACLE)
+    assert read(tmp_path, changed((f"text_config.{field}", ABSENT))) == read_config(MODEL)
 
 
 @pytest.mark.parametrize("field", INTEGERS)
@@ -130,7 +130,8 @@ KDA, MLA = "text_config.linear_attn_config.kda_layers", "text_config.linear_attn
 
 
 @pytest.mark.parametrize("changes, told", [
-    ([(KDA, [0, 1, 2, 4, 5, 6, 8, 9, 10]), (MLA, [3, 7, 11, 12])], "0 out of range"),  # one-based lists taken for zero-based
+    # one-based lists taken for zero-based
+    ([(KDA, [0, 1, 2, 4, 5, 6, 8, 9, 10]), (MLA, [3, 7, 11, 12])], "0 out of range"),
     ([(KDA, [0, 1, 2, 4, 5, 6, 8, 9, 10]), (MLA, [3, 7, 11, 12])], "13 in neither list"),
     ([(KDA, [1, 2, 3, 5, 6, 7, 9, 10, 11, 13])], "13 listed twice"),  # the last layer taken for KDA
     ([(KDA, [1, 1, 2, 3, 5, 6, 7, 9, 10, 11])], "1 listed twice"),
@@ -177,12 +178,12 @@ def test_quantization(tmp_path):
     for value in ({}, [], {"group_0": 3}, {"a.b": {}}):
         assert f"{path}.config_groups" in refusal(tmp_path, changed((f"{path}.config_groups", value)))
     tree = changed((path, ABSENT), ("quantization_config", TREE["text_config"]["quantization_config"]))
-    assert read(tmp_path, tree) == read_config(ORACLE)
+    assert read(tmp_path, tree) == read_config(MODEL)
 
 
 def test_tied_embeddings(tmp_path):
     inner, outer = "text_config.tie_word_embeddings", "tie_word_embeddings"
-    assert read(tmp_path, changed((inner, ABSENT))) == read(tmp_path, changed((outer, ABSENT))) == read_config(ORACLE)
+    assert read(tmp_path, changed((inner, ABSENT))) == read(tmp_path, changed((outer, ABSENT))) == read_config(MODEL)
     assert refusal(tmp_path, changed((inner, ABSENT), (outer, ABSENT))) == f": missing {inner}"
     assert f"{inner} is true, expected false" in refusal(tmp_path, changed((inner, True), (outer, True)))
     assert f"{outer} is true, expected false" in refusal(tmp_path, changed((outer, True)))
@@ -190,7 +191,8 @@ def test_tied_embeddings(tmp_path):
 
 @pytest.mark.parametrize("where", ["", "text_config."])
 def test_token_ids_in_either_place(tmp_path, where):
-    c = read(tmp_path, changed((where + "bos_token_id", 496), (where + "eos_token_id", [498, 497]), (where + "pad_token_id", 0)))
+    c = read(tmp_path, changed((where + "bos_token_id", 496), (where + "eos_token_id", [498, 497]),
+                               (where + "pad_token_id", 0)))
     assert (c.bos_token_id, c.eos_token_ids, c.pad_token_id) == (496, (498, 497), 0)
     assert read(tmp_path, changed((where + "eos_token_id", 498))).eos_token_ids == (498,)
     for name in ("bos", "eos", "pad"):
@@ -210,10 +212,12 @@ def test_another_model(tmp_path):
 
 
 @pytest.mark.parametrize("content, told", [
-    (b"", "0 bytes, expected 1 to 4,000,000"), (b"{", "not JSON"), (b"[1]", "a JSON list, expected an object"), (b"[" * 100_000, "not JSON"),
-    (b"\xff\xfe{", "not JSON"), (b'{"a": 1, "a": 2}', "name 'a' found twice"), (b'{"a": ' + b"1" * 5000 + b"}", "not JSON"),
-    (b'{"text_config": {"b": {"c": 1, "c": 1}}}', "name 'c' found twice"), (b'{"text_config": {"\\ud800": 1}}', "not JSON"),
-    *((b'{"text_config": ' + b"[" * depth + b"]" * depth + b"}", "more than 16 deep" if depth < 900 else "") for depth in (16, *range(940, 1010, 3))),
+    (b"", "0 bytes, expected 1 to 4,000,000"), (b"{", "not JSON"), (b"[1]", "a JSON list, expected an object"),
+    (b"[" * 100_000, "not JSON"), (b"\xff\xfe{", "not JSON"), (b'{"a": 1, "a": 2}', "name 'a' found twice"),
+    (b'{"a": ' + b"1" * 5000 + b"}", "not JSON"), (b'{"text_config": {"\\ud800": 1}}', "not JSON"),
+    (b'{"text_config": {"b": {"c": 1, "c": 1}}}', "name 'c' found twice"),
+    *((b'{"text_config": ' + b"[" * depth + b"]" * depth + b"}", "more than 16 deep" if depth < 900 else "")
+      for depth in (16, *range(940, 1010, 3))),
 ])
 def test_not_a_config(tmp_path, content, told):
     assert told in refusal(tmp_path, content)
@@ -236,7 +240,8 @@ def test_missing_folder_and_file(tmp_path):
 
 
 @pytest.mark.parametrize("make, told", [
-    (Path.mkdir, "not a file"), (os.mkfifo, "not a file"), (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
+    (Path.mkdir, "not a file"), (os.mkfifo, "not a file"),
+    (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
     (lambda path: path.symlink_to("/dev/zero"), "not a file")])
 def test_what_is_no_file_is_not_opened(tmp_path, make, told):
     make(tmp_path / "config.json")
@@ -246,7 +251,7 @@ def test_what_is_no_file_is_not_opened(tmp_path, make, told):
 
 def test_a_config_is_frozen():
     with pytest.raises(AttributeError):
-        read_config(ORACLE).hidden_size = 1
+        read_config(MODEL).hidden_size = 1
 
 
 def leaves(tree, path=()):

@@ -1,4 +1,4 @@
-"Damaged numbers: an infinity, a NaN or an E8M0 scale of 255 that is multiplied ends the run and is named, whatever stands between it and the logits."
+"Damaged numbers: an infinity, a NaN or an E8M0 scale of 255 that is multiplied ends the run, and its place is named."
 import contextlib
 import os
 import re
@@ -16,11 +16,11 @@ from k3lib.config import read_config
 from k3lib.fileio import CheckpointError
 from k3lib.functions import rms_norm
 from k3lib.kda import kda_decay, l2norm
-from k3lib.matmul import NotFinite, PackedMatrix, ResidentMatrix, linear, mxfp4_matmul
+from k3lib.matmul import NotFinite, PackedMatrix, ResidentMatrix, linear
 from k3lib.mla import attend
-from k3lib.moe import Expert, expert_mlp
+from k3lib.moe import Expert, Situ, expert_mlp
 from k3lib.residual import mix
-from k3lib.tensors import EMBED, EXPERT_NAME, forward_order, is_matrix
+from k3lib.tensors import EMBED, HEAD, expert_name, forward_order, is_matrix, tensor_name
 
 TOKEN = 5
 BAD = (np.inf, -np.inf, np.nan)
@@ -28,7 +28,7 @@ BAD = (np.inf, -np.inf, np.nan)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    "A copy of the embedded model, to damage and to mend."
+    "A copy of the embedded model, to damage and to repair."
     return Path(shutil.copytree(MODEL, tmp_path_factory.mktemp("damage") / "model"))
 
 
@@ -41,7 +41,7 @@ def checkpoint(folder):
 def streaming(folder):
     "A model that reads every matrix anew at every pass."
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "front", lambda streams, nbytes: (frozenset(), 0))
+        patch.setattr(plan, "front", lambda sizes, nbytes: (frozenset(), 0))
         model = k3lib.load(folder, least(folder) + 1_000_000, context=32)
     yield model
     model.close()
@@ -57,7 +57,7 @@ def damaged(extent, at, data):
         file.seek(extent.offset + at * len(data))
         file.write(data)
         file.flush()
-        os.utime(extent.file, ns=(when.st_atime_ns, when.st_mtime_ns))  # decayed, not written to
+        os.utime(extent.file, ns=(when.st_atime_ns, when.st_mtime_ns))  # as if no program had written to it
         try:
             yield
         finally:
@@ -82,7 +82,7 @@ def complaint(model):
 
 
 def one_of_each(checkpoint, config, wanted):
-    "Names from the walk, one of each kind of tensor, taken from the layers in turn."
+    "Names of the forward pass, one of each kind of tensor, from one layer after another."
     kinds = {}
     for name in forward_order(config):
         if is_matrix(name, checkpoint.extent(name)) == wanted:
@@ -118,7 +118,7 @@ def test_a_number_in_any_vector_is_found_before_the_first_token(folder, checkpoi
 
 
 def test_a_pinned_matrix(folder, checkpoint):
-    name = "language_model.model.layers.3.self_attn.o_proj.weight"
+    name = tensor_name(3, "mla", "o_proj")
     e = checkpoint.extent(name)
     with damaged(e, 7 * e.shape[1] + 3, coded(np.nan, "BF16")):
         model = k3lib.load(folder, "1GB", context=4)
@@ -131,27 +131,33 @@ def test_a_pinned_matrix(folder, checkpoint):
 def routed(model, L):
     "The experts of layer L that the token goes to."
     found = {}
+
+    def watch(what, layer, value):
+        if what == "router":
+            found[layer] = value[0][0].tolist()
+
     model.reset()
-    model.forward([TOKEN], watch=lambda what, layer, value: found.update({layer: value[0][0].tolist()}) if what == "router" else None)
+    model.forward([TOKEN], watch=watch)
     return found[L]
 
 
 @pytest.mark.parametrize("ram", ["1GB", "least"])
 def test_a_scale_of_255(folder, streaming, checkpoint, ram):
     for L, matrix in ((1, "w1"), (7, "w3"), (12, "w2")):
-        model = k3lib.load(folder, least(folder) + 1_000_000 if ram == "least" else ram, context=32)  # it may keep the expert, damaged as it is
-        e = routed(streaming, L)[0]
-        scale = checkpoint.extent(EXPERT_NAME.format(L, e, matrix, "scale"))
+        # a model of its own for each: it may cache the damaged expert
+        model = k3lib.load(folder, least(folder) + 1_000_000 if ram == "least" else ram, context=32)
+        name = expert_name(L, routed(streaming, L)[0], f"{matrix}_scale")
+        scale = checkpoint.extent(name)
         row, group = scale.shape[0] - 1, scale.shape[1] - 1
         with damaged(scale, row * scale.shape[1] + group, b"\xff"):
             said = complaint(model)
         model.close()
-        assert f"{scale.file}: {EXPERT_NAME.format(L, e, matrix, 'scale')}, row {row}, column {group}: E8M0 scale 255" in said
+        assert f"{scale.file}: {name}, row {row}, column {group}: E8M0 scale 255" in said
 
 
 def test_an_expert_that_is_not_chosen_and_a_row_that_is_not_read_harm_nobody(streaming, checkpoint):
     other = next(e for e in range(16) if e not in routed(streaming, 1))
-    scale, embed = checkpoint.extent(EXPERT_NAME.format(1, other, "w1", "scale")), checkpoint.extent(EMBED)
+    scale, embed = checkpoint.extent(expert_name(1, other, "w1_scale")), checkpoint.extent(EMBED)
     with damaged(scale, 0, b"\xff"), damaged(embed, (TOKEN + 1) * embed.shape[1], coded(np.nan, "BF16")):
         streaming.reset()
         assert np.isfinite(streaming.prefill([TOKEN])).all()
@@ -165,14 +171,14 @@ def test_an_embedding_row(streaming, checkpoint):
 
 @pytest.mark.parametrize("name, words", [
     (EMBED, ["layer 0, ", "input_layernorm.weight", "sum of squares"]),
-    ("language_model.model.layers.3.self_attn.kv_b_proj.weight", ["layer 3, ", "self_attn.kv_b_proj.weight", "row"]),
-    ("language_model.model.layers.2.self_attn.q_proj.weight", ["layer 2, "]),  # its squares, in the norm
-    ("language_model.lm_head.weight", ["after the last layer", "lm_head.weight", "row"]),
+    (tensor_name(3, "mla", "kv_b_proj"), ["layer 3, ", "self_attn.kv_b_proj.weight", "row"]),
+    (tensor_name(2, "kda", "q_proj"), ["layer 2, "]),  # its squares, in the norm
+    (HEAD, ["after the last layer", "lm_head.weight", "row"]),
 ])
 def test_finite_numbers_whose_sum_is_not(streaming, checkpoint, name, words):
     e = checkpoint.extent(name)
-    rows = np.full(e.shape[1], 0x7f7f, np.uint16) if name != EMBED else np.full(e.shape[1], 0x60ad, np.uint16)
-    rows[::2] |= 0x8000 if "head" in name else 0
+    rows = np.full(e.shape[1], 0x60ad if name == EMBED else 0x7f7f, np.uint16)
+    rows[::2] |= 0x8000 if name == HEAD else 0
     at = TOKEN if name == EMBED else e.shape[0] - 1
     with damaged(e, at, rows.tobytes()):
         said = complaint(streaming)
@@ -211,19 +217,24 @@ def test_a_scale_of_255_makes_nan_of_zeros(T):
 @pytest.mark.parametrize("which", ["w1", "w3", "w2"])
 def test_an_expert_looks_before_the_nonlinearity(which):
     rng = np.random.default_rng(1)
-    parts = {f: rng.integers(0, 256, (32, 16), np.uint8) if "scale" not in f else np.full((32, 1), 120, np.uint8) for f in Expert._fields}
-    parts[which + "_scale"][9] = 255
+    parts = {name: PackedMatrix(rng.integers(0, 256, (32, 16), np.uint8), np.full((32, 1), 120, np.uint8))
+             for name in Expert._fields}
+    parts[which].scale[9] = 255
+    z = rng.standard_normal((3, 32)).astype(np.float32)
     with pytest.raises(NotFinite) as caught:
-        expert_mlp(Expert(**parts), rng.standard_normal((3, 32)).astype(np.float32), 4, 25, np.empty((3, 32), np.float32))
+        expert_mlp(Expert(**parts), z, Situ(4, 25), np.empty_like(z))
     assert caught.value.matrix == which and caught.value.rows == (9, 10)
 
 
 def test_what_a_norm_a_root_a_sigmoid_or_a_softmax_would_swallow():
-    big = np.full((2, 1, 32), 1e20, np.float32)
-    ones = np.ones(32, np.float32)
-    for refused in (lambda: rms_norm(big[0], ones, 1e-5), lambda: l2norm(big), lambda: mix(big, 2, ones, ones, 1e-5, np.empty((1, 32), np.float32)),
-                    lambda: kda_decay(np.ones((1, 1, 32), np.float32), np.float32([200]), ones, -5.0),
-                    lambda: kda_decay(np.full((1, 1, 32), 3e38, np.float32), np.float32([1]), ones, -5.0)):
+    big, ones = np.full((2, 1, 32), 1e20, np.float32), np.ones(32, np.float32)
+    for refused in (
+        lambda: rms_norm(big[0], ones, 1e-5),
+        lambda: l2norm(big),
+        lambda: mix(big, 2, ones, ones, 1e-5, np.empty((1, 32), np.float32)),
+        lambda: kda_decay(np.ones((1, 1, 32), np.float32), np.float32([200]), ones, -5.0),
+        lambda: kda_decay(np.full((1, 1, 32), 3e38, np.float32), np.float32([1]), ones, -5.0),
+    ):
         with pytest.raises(NotFinite):
             refused()
 
@@ -236,5 +247,5 @@ def test_a_score_of_minus_infinity_is_no_weight_of_zero(sign):
     cache = np.zeros((2, 32), np.float32)
     cache[0] = sign * 1e19
     with pytest.raises(NotFinite) as caught:
-        attend(ResidentMatrix(kv_b), np.ones((1, 1, 4), np.float32), cache, 1, 4)
+        attend(ResidentMatrix(kv_b), np.ones((1, 1, 4), np.float32), cache, 1, 4, 1)
     assert caught.value.rows == (0, 8)

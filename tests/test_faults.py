@@ -1,25 +1,26 @@
 "A sample of `make faults`, with `--all` every case; and that its judge can tell right from wrong."
+import dataclasses
 import tempfile
 from collections import Counter
 
 import faults
 import pytest
 
-from k3lib import checkpoint, cli, engine, fileio, matmul
+from k3lib import checkpoint, config, engine, fileio, header, matmul, verify
 
 CASES = list(faults.cases())
 
 
 @pytest.fixture(scope="module")
-def bench():
+def judge():
     "In a folder that others may enter: pytest's own are closed to the user that cannot read an unreadable file."
     with tempfile.TemporaryDirectory() as folder:
-        yield faults.Bench(folder)
+        yield faults.Judge(folder)
 
 
-def test_every_case_ends_in_the_right_answer_or_the_right_error(bench, everything):
+def test_every_case_ends_in_the_right_answer_or_the_right_error(judge, everything):
     chosen = CASES if everything else faults.sample(CASES)
-    counts, wrong = faults.run(chosen, bench)
+    counts, wrong = faults.run(chosen, judge)
     assert not wrong, "\n".join(f"{case.group}: {case.what}: {why}" for case, _, why in wrong)
     print(faults.table(counts))
     assert len(counts) == len(faults.GROUPS) and sum(counts.values(), Counter())[faults.REFUSED] > 0.6 * len(chosen)
@@ -35,21 +36,27 @@ def test_the_cases_are_many_and_the_same_again():
 def without_places(text, data_bytes, where):
     "parse_header that believes every place."
     entries = fileio.json_object(text, where)
-    return [(name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in entries.items() if name != "__metadata__"]
+    return [(name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in entries.items()
+            if name != "__metadata__"]
+
+
+def verified(*args, really=verify.verify, **options):
+    "verify() that says nothing is damaged."
+    return dataclasses.replace(really(*args, **options), damaged={})
 
 
 @pytest.mark.parametrize("group, breaks, outcome", [
-    ("extents", [(checkpoint, "parse_header", without_places), (checkpoint, "quick_header", lambda *_: None)], None),
-    ("index", [(checkpoint, "check_index", lambda checkpoint: None)], faults.SAME),
-    ("held tensors", [(engine, "check_tensors", lambda config, checkpoint: None)], faults.SAME),
-    ("config values", [(cli, "_exit_code", lambda error: 1)], faults.REFUSED),
+    ("extents", [(header, "parse_header", without_places), (header, "quick_header", lambda *_: None)], None),
+    ("index", [(checkpoint, "check_index", lambda *_: None)], faults.SAME),
+    ("held tensors", [(engine, "check_tensors", lambda *_: None)], faults.SAME),
+    ("config values", [(config.ConfigError, "exit_code", 1)], faults.REFUSED),
     ("shard files", [(fileio.CheckpointError, "__str__", lambda error: "a file is damaged")], faults.REFUSED),
-    ("payload bytes", [(cli, "_verify", lambda args: None)], faults.SAME),
+    ("payload bytes", [(verify, "verify", verified)], faults.SAME),
     ("numbers", [(matmul, "check_product", lambda *_: None)], None),
 ])
-def test_a_check_that_is_gone_is_noticed(bench, monkeypatch, group, breaks, outcome):
+def test_a_check_that_is_gone_is_noticed(judge, monkeypatch, group, breaks, outcome):
     for where, name, broken in breaks:
         monkeypatch.setattr(where, name, broken)
     some = [case for case in CASES if case.group == group][::5]
-    counts, wrong = faults.run(some, bench)
+    counts, wrong = faults.run(some, judge)
     assert wrong and (outcome is None or outcome in {outcome for _, outcome, _ in wrong}), counts

@@ -1,5 +1,6 @@
 "Files read whole or refused, written whole or not at all; the kinds of error and their exit codes."
 import os
+import stat
 
 import pytest
 
@@ -50,7 +51,8 @@ def test_what_is_no_file_is_not_opened(tmp_path):
     "A pipe would wait for a writer."
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("gone")
-    for name, told in (("pipe", "not a file"), (".", "not a file"), ("link", "a link to nothing"), ("none", "no such file")):
+    for name, told in (("pipe", "not a file"), (".", "not a file"), ("link", "a link to nothing"),
+                       ("none", "no such file")):
         with pytest.raises(CheckpointError, match=f"cannot be opened: {told}$"):
             open_shard(tmp_path / name)
 
@@ -76,7 +78,8 @@ def test_small_files(tmp_path):
     (b'{"a": ', "x is not JSON: .*, expected a JSON object in UTF-8"),
     (b'{"\xff": 1}', "x is not JSON: .*utf-8.*"),
     (b'{"\\ud800": 1}', "x is not JSON: .*surrogates.*"),
-    (b'{"a": ' + b"[" * DEPTH_MAX + b"]" * DEPTH_MAX + b"}", f"x nests lists and objects more than {DEPTH_MAX} deep, .*"),
+    (b'{"a": ' + b"[" * DEPTH_MAX + b"]" * DEPTH_MAX + b"}",
+     f"x nests lists and objects more than {DEPTH_MAX} deep, .*"),
     (b'{"a": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", "x is not JSON: .*"),
 ])
 def test_json_is_read_strictly(text, told):
@@ -132,7 +135,12 @@ def test_what_fails_leaves_the_old_file(tmp_path, monkeypatch, where, old):
 def test_bytes_are_on_the_disk_before_the_name(tmp_path, monkeypatch):
     "File, check, name, folder: in this order, or a power cut leaves a name without its bytes."
     done, fsync, replace = [], os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: done.append("folder" if os.path.isdir(f"/dev/fd/{fd}") else "file") or fsync(fd))
+
+    def synced(fd):
+        done.append("folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", lambda a, b: done.append("name") or replace(a, b))
     with whole_file(tmp_path / "f", lambda part: done.append("check")) as file:
         file.write(b"x")

@@ -7,15 +7,12 @@ import pytest
 import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shards import TOY, TOY_DATA, file_of, shard, write
+from shards import E5, TOY, TOY_DATA, file_of, shard, write
 
 from k3lib import header
 from k3lib.checkpoint import Checkpoint
 from k3lib.fileio import CheckpointError
 from k3lib.header import header_bytes, parse_header, quick_header
-from k3lib.tensors import expert_name
-
-E5 = expert_name(3, 5, "w1").removesuffix("w1.weight_packed")
 
 
 @pytest.fixture
@@ -58,7 +55,8 @@ DAMAGE = {
     "shape too large": (TOY.replace(b"[1,3]", b"[1,4]"), ["'b'", "6 bytes", "8 bytes"]),
     "shape overflows": (TOY.replace(b"[1,3]", b"[4611686018427387904,6]"), ["'b'", "6 bytes", "BF16"]),
     "dimensions of 4000 digits": (TOY.replace(b"[1,3]", b"[%d,%d]" % (10**4000, 10**4000)), ["'b'", "whole numbers"]),
-    "empty but too large": (TOY.replace(b"[1,3]", b"[4611686018427387904,0,4611686018427387904]"), ["'b'", "whole numbers that an array"]),
+    "empty but too large": (TOY.replace(b"[1,3]", b"[4611686018427387904,0,4611686018427387904]"),
+                            ["'b'", "whole numbers that an array"]),
     "shape not a list": (TOY.replace(b"[1,3]", b"3"), ["'b'", "shape 3"]),
     "dtype too wide": (TOY.replace(b"BF16", b"F32"), ["'b'", "6 bytes", "12 bytes"]),
     "negative dimension": (TOY.replace(b"[1,3]", b"[-1,-3]"), ["'b'", "[-1, -3]", "whole numbers"]),
@@ -72,7 +70,8 @@ DAMAGE = {
     "overlap": (TOY.replace(b"[8,14]", b"[6,12]"), ["'b'", "6", "8", "overlap of 2 bytes"]),
     "same place": (TOY.replace(b"[8,14]", b"[0,6]"), ["overlap"]),
     "gap": (TOY.replace(b"[8,14]", b"[9,15]"), ["'b'", "gap of 1 bytes"]),
-    "gap in front": (TOY.replace(b"[0,8]", b"[2,10]").replace(b"[8,14]", b"[10,16]"), ["'a'", "the header ends", "gap of 2 bytes"]),
+    "gap in front": (TOY.replace(b"[0,8]", b"[2,10]").replace(b"[8,14]", b"[10,16]"),
+                     ["'a'", "the header ends", "gap of 2 bytes"]),
     "past the end": (TOY.replace(b"[8,14]", b"[80,86]"), ["'b'", "86", "truncated"]),
 }
 
@@ -89,8 +88,9 @@ def test_damaged_header_is_refused(damage, tmp_path):
     assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("cut, words", [(0, ["file of 0 bytes", "at least 10"]), (9, ["file of 9 bytes", "at least 10"]), (60, ["header length"]),
-                                        (-1, ["'b'", "14", "13"]), (-6, ["'b'"]), (-13, ["'a'"])])
+@pytest.mark.parametrize("cut, words", [
+    (0, ["file of 0 bytes", "at least 10"]), (9, ["file of 9 bytes", "at least 10"]), (60, ["header length"]),
+    (-1, ["'b'", "14", "13"]), (-6, ["'b'"]), (-13, ["'a'"])])
 def test_truncated_file_is_refused(toy, cut, words):
     path = toy / "model.safetensors"
     path.write_bytes(path.read_bytes()[:cut])
@@ -120,7 +120,7 @@ def test_header_length_is_judged_before_it_is_read(tmp_path, monkeypatch, length
 
 
 def test_a_long_header_is_believed_by_columns_or_not_at_all(tmp_path, monkeypatch):
-    "What Python makes of a text takes many times its room: a header that needs the plain reader has a bound of its own."
+    "Python's objects take many times the text's room: a header that needs the plain reader has a bound of its own."
     monkeypatch.setattr(header, "PLAIN_MAX", len(TOY))
     for text, size in ((TOY, 14), (TOY.replace(b"14", b"13"), 13), (TOY.replace(b"}}", b"}}   "), 14)):
         (tmp_path / "model.safetensors").write_bytes(file_of(text, TOY_DATA[:size]))
@@ -130,15 +130,18 @@ def test_a_long_header_is_believed_by_columns_or_not_at_all(tmp_path, monkeypatc
             with pytest.raises(CheckpointError, match="span 5 bytes"):
                 Checkpoint(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(file_of(TOY.replace(b"}}", b"} }"), TOY_DATA))
-    with pytest.raises(CheckpointError, match=rf"header of {len(TOY) + 1} bytes is not plainly right, expected at most {len(TOY)} "):
+    told = rf"header of {len(TOY) + 1} bytes is not plainly right, expected at most {len(TOY)} "
+    with pytest.raises(CheckpointError, match=told):
         Checkpoint(tmp_path)
 
 
 def test_names_are_counted_before_their_keys_run_out(tmp_path, monkeypatch):
     monkeypatch.setattr(header, "PATTERNS_MAX", 3)
     for i in 1, 2:
-        write(tmp_path, shard(i, 2, "")[0], [(f"{name}{i}", "U8", [1]) for name in ("a", "b", "layers.1.", "layers.2.")[:i + 1]])
-    with pytest.raises(CheckpointError, match=r"model-00002-.*: 5 different names so far, numbers taken out, expected at most 3"):
+        names = [f"{name}{i}" for name in ("a", "b", "layers.1.", "layers.2.")[:i + 1]]
+        write(tmp_path, shard(i, 2, "")[0], [(name, "U8", [1]) for name in names])
+    told = r"model-00002-.*: 5 different names so far, numbers taken out, expected at most 3"
+    with pytest.raises(CheckpointError, match=told):
         Checkpoint(tmp_path)
 
 
@@ -150,9 +153,10 @@ def test_metadata_padding_and_any_order_are_fine(tmp_path):
     assert c.tensor("b").tolist() == [[1, 1.5, 2]] and list(c.names()) == ["a", "b"]
 
 
-FIELD = st.one_of(st.integers(-2, 20), st.floats(), st.booleans(), st.none(), st.text(max_size=3), st.lists(st.integers(-1, 20), max_size=3),
-                  st.sampled_from(["F32", "BF16", "U8"]))
-ENTRY = st.one_of(FIELD, st.fixed_dictionaries({"dtype": st.sampled_from(["F32", "BF16", "U8", "F4"]), "shape": st.lists(st.integers(0, 4), max_size=3),
+FIELD = st.one_of(st.integers(-2, 20), st.floats(), st.booleans(), st.none(), st.text(max_size=3),
+                  st.lists(st.integers(-1, 20), max_size=3), st.sampled_from(["F32", "BF16", "U8"]))
+ENTRY = st.one_of(FIELD, st.fixed_dictionaries({"dtype": st.sampled_from(["F32", "BF16", "U8", "F4"]),
+                                                "shape": st.lists(st.integers(0, 4), max_size=3),
                                                 "data_offsets": st.lists(st.integers(0, 16), min_size=2, max_size=2)}),
                   st.dictionaries(st.sampled_from(["dtype", "shape", "data_offsets", "x"]), FIELD))
 
@@ -163,7 +167,8 @@ def quick_rows(text, data_bytes):
     if columns is None:
         return None
     names, kind, begin, end, kind_of = columns
-    return sorted(((name, *kind_of[k], int(b), int(e)) for name, k, b, e in zip(names, kind, begin, end)), key=lambda row: row[3:])
+    return sorted(((name, *kind_of[k], int(b), int(e)) for name, k, b, e in zip(names, kind, begin, end)),
+                  key=lambda row: row[3:])
 
 
 def believed_only_if_the_library_does(text, data):
@@ -186,7 +191,8 @@ def test_any_json_is_believed_only_if_the_library_believes_it(entries, data):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, len(TOY) - 1), st.sampled_from(list(b'0123456789{}[]",:abU8 -.e\\\xff\n'))), max_size=3),
+@given(st.lists(st.tuples(st.integers(0, len(TOY) - 1), st.sampled_from(list(b'0123456789{}[]",:abU8 -.e\\\xff\n'))),
+                max_size=3),
        st.sampled_from([0, 13, 14, 15]))
 def test_any_damaged_text_is_believed_only_if_the_library_believes_it(edits, size):
     text = bytearray(TOY)
@@ -197,7 +203,8 @@ def test_any_damaged_text_is_believed_only_if_the_library_believes_it(edits, siz
 
 @pytest.mark.parametrize("front", ["{", '{"__metadata__":{"format":"pt"},', '{ "__metadata__" : {},'])
 def test_usual_headers_are_read_by_columns(front):
-    tensors = [("z.é", "F32", [3]), (E5 + "w", "U8", [5, 2]), ("nil", "I64", [0]), ("one", "F64", []), ("a", "BF16", [1, 3])]
+    tensors = [("z.é", "F32", [3]), (E5 + "w", "U8", [5, 2]), ("nil", "I64", [0]), ("one", "F64", []),
+               ("a", "BF16", [1, 3])]
     text = header_bytes(tensors)[8:].replace(b"\\u00e9", "é".encode())
     text = front.encode() + text[1:]
     rows = parse_header(text, 36, "f")
@@ -207,15 +214,18 @@ def test_usual_headers_are_read_by_columns(front):
     assert quick_rows(moved, 36) == parse_header(moved, 36, "f") == rows
 
 
-@pytest.mark.parametrize("damage", [*DAMAGE, "comma in front", "metadata again", "metadata twice", "leading zero", "control character", "tail",
-                                    "no comma", "two commas", "an axis left out"])
+@pytest.mark.parametrize("damage", [*DAMAGE, "comma in front", "metadata again", "metadata twice", "leading zero",
+                                    "control character", "tail", "no comma", "two commas", "an axis left out"])
 def test_damaged_headers_are_never_read_by_columns(damage):
     pt = b'{"__metadata__":{"a":"b"},'
+    again = entry(shape="[0]", offsets="[0,0]").replace("b", "__metadata__", 1)
     text = DAMAGE[damage][0] if damage in DAMAGE else {
-        "comma in front": b"{," + TOY[1:], "metadata again": pt + TOY[1:-1] + b"," + entry(shape="[0]", offsets="[0,0]").replace("b", "__metadata__", 1).encode() + b"}",
+        "comma in front": b"{," + TOY[1:],
+        "metadata again": pt + TOY[1:-1] + b"," + again.encode() + b"}",
         "metadata twice": pt.replace(b"}", b',"a":"b"}') + TOY[1:], "leading zero": TOY.replace(b"[0,8]", b"[0,08]"),
         "control character": TOY.replace(b'"a"', b'"a\n"'), "tail": TOY + b",",
-        "no comma": TOY.replace(b'},"b"', b'};"b"'), "two commas": TOY.replace(b'},"b"', b'},,"b"'), "an axis left out": TOY.replace(b"[1,3]", b"[1,,3]"),
+        "no comma": TOY.replace(b'},"b"', b'};"b"'), "two commas": TOY.replace(b'},"b"', b'},,"b"'),
+        "an axis left out": TOY.replace(b"[1,3]", b"[1,,3]"),
     }[damage]
     with pytest.raises(CheckpointError):
         parse_header(text, 16 if "gap" in damage else 14, "f")

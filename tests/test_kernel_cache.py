@@ -2,6 +2,7 @@
 
 The chapter checks an edited leaf and damaged entries in a small package; here is what needs a process of its own.
 """
+import json
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jupytext
 import nbformat
 import pytest
 from nbclient import NotebookClient
@@ -53,11 +55,17 @@ def test_a_process_that_began_before_the_edit_keeps_nothing(package):
     assert run(package) == ("1010 compiled", "")
 
 
-def test_installed_read_only_entries_go_to_the_users_folder(package):
+@pytest.mark.parametrize("env, kept_in", [
+    (dict(HOME="home", XDG_CACHE_HOME="xdg"), "xdg/k3"),
+    (dict(HOME="home", XDG_CACHE_HOME="a file"), "home/.cache/k3"),
+], ids=str)
+def test_installed_read_only_entries_go_to_the_users_folder(package, env, kept_in):
     (package / "k3lib" / "__pycache__").write_text("a file, so no folder")
-    assert run(package, HOME=str(package)) == ("20 compiled", "")
-    assert len(list((package / ".cache" / "k3").glob("*.kernel"))) == 2
-    assert run(package, HOME=str(package)) == ("20 kept", "")
+    (package / "a file").write_text("no folder either")
+    env = {name: str(package / path) for name, path in env.items()}
+    assert run(package, **env) == ("20 compiled", "")
+    assert len(list((package / kept_in).glob("*.kernel"))) == 2
+    assert run(package, **env) == ("20 kept", "")
 
 
 @pytest.mark.parametrize("env", [{"HOME": "/dev/null"}, {"NUMBA_CACHE_DIR": "/dev/null/cache"}], ids=str)
@@ -94,18 +102,93 @@ def test_a_notebook_runs_the_kernel_that_its_cells_show(package):
     assert [answer(LEAF), answer(LEAF.replace("+ 1", "+ 100"))] == ["20", "1010"]
 
 
+def test_a_chapter_runs_the_kernel_that_its_cells_show():
+    "The read-out of chapter 2.1 is replaced by a line that does nothing, after a run: the chapter's check must see it."
+    chapter, = (ROOT / "book").glob("*/*_kda.py")
+    cells = [cell.source for cell in jupytext.read(chapter, fmt="py:percent").cells if cell.cell_type == "code"]
+    check = next(n for n, cell in enumerate(cells) if '("four rows", kda_recurrent)' in cell)
+    readout = "out[j] = fma(c3, s3, fma(c2, s2, fma(c1, s1, fma(c0, s0, out[j]))))"
+    kernel, = (n for n, cell in enumerate(cells[:check]) if readout in cell)
+    edited = [cell.replace(readout, "out[j] = out[j]") for cell in cells[kernel:check + 1]]
+    nb = nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, [*cells[:check + 1], *edited])])
+    NotebookClient(nb, kernel_name="python3", resources={"metadata": {"path": ROOT}}, allow_errors=True).execute()
+    said = ["".join(output.get("text", "") for output in nb.cells[n].outputs) for n in (check, -1)]
+    assert "four rows: final_state_s0: within" in said[0], "the chapter as it is passes"
+    assert "one row: final_state_s0: within" in said[1] and "four rows" not in said[1]
+    (where, error), = ((n, output.evalue) for n, cell in enumerate(nb.cells) for output in cell.outputs
+                       if output.output_type == "error")
+    assert where == len(nb.cells) - 1 and error.startswith("four rows: o: ")
+
+
+def copied(folder):
+    "A copy of the package in the folder, without machine code."
+    shutil.copytree(ROOT / "k3lib", folder / "k3lib", ignore=shutil.ignore_patterns("__pycache__"))
+
+
+ANSWERS = """
+import numpy as np
+from k3lib.functions import exp, sigmoid
+from k3lib.kda import kda_decay
+from k3lib.moe import Situ, situ_glu
+from k3lib.residual import depth_weights
+from k3lib.router import route
+x, one = np.linspace(.1, 1, 8, dtype=np.float32), np.float32(1)
+print(exp(one), sigmoid(one), *depth_weights(np.stack([x, -x])[:, None], 2, x, x, 1e-6).ravel(),
+      *route(x[None], x, 2, 1)[1].ravel(), *kda_decay(x.reshape(1, 2, 4), x, x, -5.0).ravel(),
+      *situ_glu(x, x, Situ(4, 25)))
+"""
+
+
 def test_a_leaf_of_the_package_edited_in_a_copy_changes_what_inlines_it(tmp_path):
-    shutil.copytree(ROOT / "k3lib", tmp_path / "k3lib", ignore=shutil.ignore_patterns("__pycache__"))
-    code = ("import numpy as np; from k3lib.functions import exp, sigmoid; from k3lib.residual import depth_weights; "
-            "from k3lib.router import route; x = np.linspace(0, 1, 8, dtype=np.float32); one = np.float32(1); "
-            "print(exp(one), sigmoid(one), *depth_weights(np.stack([x, -x])[:, None], 2, x, x, 1e-6).ravel(), "
-            "*route(x[None], x, 2, 1)[1].ravel())")
+    copied(tmp_path)
     kernels = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-    before = run(tmp_path, code, **kernels)[0].split()
+    before = run(tmp_path, ANSWERS, **kernels)[0].split()
     functions = tmp_path / "k3lib" / "functions.py"
-    halved = r"\1    \2 = \2 * np.float32(0.5)\n"
-    text, edits = re.subn(r"^(def exp\((\w+)\b.*:\n)", halved, functions.read_text(), flags=re.M)
+    of_half = r"\1    \2 = \2 * np.float32(0.5)\n"
+    text, edits = re.subn(r"^(def exp\((\w+)\b.*:\n)", of_half, functions.read_text(), flags=re.M)
     functions.write_text(text)
-    after = run(tmp_path, code, **kernels)[0].split()
-    assert edits == 1 and len(before) == len(after) == 6
+    after = run(tmp_path, ANSWERS, **kernels)[0].split()
+    assert edits == 1 and len(before) == len(after) == 22
     assert all(old != new for old, new in zip(before, after))
+
+
+EDITS = {
+    "router": ("1e-20", "1e-19"),
+    "mxfp4": ("GROUP = 32", "GROUP = 16"),
+    "cli": ("import", "# a comment\nimport"),
+}
+DIGESTS = """
+import importlib, json, pathlib
+import k3lib.kernel_cache as cache
+def digests():
+    importlib.reload(cache)
+    return {name: cache.source_digest(name) for name in cache.SOURCES}
+for name, (old, new) in json.loads(pathlib.Path("edits").read_text()).items():
+    path = pathlib.Path("k3lib", name + ".py")
+    before, text = digests(), path.read_text()
+    assert old in text and None not in before.values()
+    path.write_text(text.replace(old, new, 1))
+    after = digests()
+    path.write_text(text)
+    print(name, *(other for other in before if after[other] != before[other]))
+"""
+
+
+@pytest.fixture(scope="module")
+def redone(tmp_path_factory):
+    "{edited module: modules whose digest is another one after the edit}"
+    folder = tmp_path_factory.mktemp("package")
+    copied(folder)
+    (folder / "edits").write_text(json.dumps(EDITS))
+    lines = [line.split() for line in run(folder, DIGESTS)[0].splitlines()]
+    return {edited: set(others) for edited, *others in lines}
+
+
+@pytest.mark.parametrize("edited, changed, unchanged", [
+    ("router", "router moe model engine", "mxfp4 simd parallel matmul functions kda mla residual trunk"),
+    ("mxfp4", "mxfp4 simd parallel matmul functions kda mla router moe read_multiply model",
+     "kernel_cache system fileio config tensors"),
+    ("cli", "cli", "mxfp4 simd matmul kda mla residual router moe model engine plan"),
+])
+def test_an_edit_changes_the_digests_of_what_imports_it_and_no_other(redone, edited, changed, unchanged):
+    assert redone[edited] >= set(changed.split()) and not redone[edited] & set(unchanged.split())

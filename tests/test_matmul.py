@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_refused_before_memory_is_touched():
             W.multiply(x, out, 1)
 
 
-def test_arrays_that_a_kernel_cannot_walk_are_refused():
+def test_arrays_that_a_kernel_cannot_index_are_refused():
     w, x, out = np.ones((4, 32), np.float32), np.ones((2, 32), np.float32), np.zeros((2, 4), np.float32)
     packed, scale = np.zeros((4, 16), np.uint8), np.zeros((4, 1), np.uint8)
     for bad in ((w[:, ::2], x, out), (w, x[:, ::2], out), (w, x, out[:, ::2]), (w, x, out.astype(np.float64)),

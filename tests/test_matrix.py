@@ -1,4 +1,6 @@
-"""The matrix on the embedded model: combinations of what may change the time must leave the bytes alone. With `--all` every combination.
+"""The matrix on the embedded model: combinations of what may change the time must leave the bytes alone.
+
+With `--all` every combination, otherwise a sample.
 
 The baseline CPU, which needs kernels of its own, has its test in test_contract.py and its rows in `make matrix`.
 """
@@ -43,3 +45,13 @@ def test_in_the_sample_every_two_values_meet():
     assert sample == [*matrix.pairs(*dimensions)] and len(sample) <= 14 < math.prod(map(len, dimensions))
     for i, j in itertools.combinations(range(4), 2):
         assert {(one[i], one[j]) for one in sample} == {*itertools.product(dimensions[i], dimensions[j])}
+
+
+@pytest.mark.parametrize("cache, cached", [(matrix.none_cached, 0), (matrix.a_few_cached, 24)])
+def test_the_expert_cache_is_what_the_combination_says(cache, cached):
+    with matrix.load(MODEL, "1GB", None, 1, cache, 16) as model:
+        assert model.experts.layout.cached == cached
+        model.prefill(matrix.IDS)
+        model.reset()
+        model.prefill(matrix.IDS)
+        assert (model.experts.hits > 0) == (cached > 0)

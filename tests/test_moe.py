@@ -269,7 +269,7 @@ def test_a_token_that_is_not_finite_is_an_error():
         run(arrays, Source(experts), x)
 
 
-# Mistakes: the layer as built with one piece replaced, on the case that must see it.
+# Mistakes: the layer as built with one part replaced, on the case that must see it.
 
 
 def with_weights(change):

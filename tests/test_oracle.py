@@ -1,4 +1,4 @@
-"The whole model against what another implementation computed for it (fixtures/README.md): ids, logits, hidden states, routing."
+"The whole model against another implementation (fixtures/README.md): ids, logits, hidden states, routing."
 import numpy as np
 import pytest
 from common import EXPECTED, MODEL, ORACLE, within
@@ -6,7 +6,8 @@ from safetensors.numpy import load_file
 
 import k3lib
 
-# The largest differences the fixture's README allows a float32 implementation; each is several times what mlx shows against float64.
+# The largest differences that the fixture's README allows a float32 implementation. Each is several times what mlx
+# shows against float64.
 LOGITS, HIDDEN, HIDDEN_0, WEIGHTS = 4e-3, 4e-4, 1e-5, 1e-4
 
 
@@ -60,5 +61,6 @@ def test_routing(seen, expected):
     for row, L in enumerate(range(1, 13)):
         ids, weights = seen["router"][L]
         order = np.argsort(ids, axis=1)
-        assert np.array_equal(np.take_along_axis(ids, order, 1), expected["router_ids"][row]), f"router ids, layer {L}"
-        within(f"router weights, layer {L}", np.take_along_axis(weights, order, 1), expected["router_weights"][row], WEIGHTS)
+        ids, weights = (np.take_along_axis(array, order, 1) for array in (ids, weights))
+        assert np.array_equal(ids, expected["router_ids"][row]), f"router ids, layer {L}"
+        within(f"router weights, layer {L}", weights, expected["router_weights"][row], WEIGHTS)

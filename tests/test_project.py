@@ -1,5 +1,6 @@
 """The house itself: lists of packages that agree, a stated public surface, annotations, an import that stays light,
-notebooks that name no machine, sources in the archive, and a history of measurements."""
+calls of the system in one module, documents whose paths and commands exist, notebooks that name no machine, sources in
+the archive, and a history of measurements."""
 import ast
 import importlib
 import inspect
@@ -70,6 +71,60 @@ def test_notebooks_hold_no_path_of_a_machine():
         assert not found, f"{path.name}: an output names {found[0]!r}"
 
 
+# Documents
+
+DOCUMENTS = ["README.md", "book/README.md", "CONTRIBUTING.md"]
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+def test_the_contents_list_every_chapter():
+    "book/README.md: title, path and module of each chapter, in the order of reading."
+    rows = re.findall(r"^\| \[(.+?)\]\((.+?)\) \|.*\| (.*?) ?\|$", (ROOT / "book" / "README.md").read_text(), re.M)
+    chapters = []
+    for path in sorted((ROOT / "book").glob("[0-9]*/[0-9]*.py")):
+        text, name = path.read_text(), path.stem[3:]
+        title = re.search(r"^# # (.*)", text, re.M)[1]
+        module = f"`k3lib.{name}`" if 'tags=["export"]' in text else ""
+        chapters.append((title, path.with_suffix(".ipynb").relative_to(ROOT / "book").as_posix(), module))
+    assert rows == chapters
+
+
+def test_the_readme_links_to_every_chapter():
+    text = (ROOT / "README.md").read_text()
+    linked = re.findall(r"\[\**(\w+)\**\]\((book/\d\w+/\w+)\.ipynb\)", text)
+    chapters = [path.relative_to(ROOT).with_suffix("").as_posix() for path in (ROOT / "book").glob("[0-9]*/[0-9]*.py")]
+    assert [path for _, path in linked] == sorted(chapters)
+    assert all(path.endswith(f"_{name}") for name, path in linked)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_paths_and_modules_in_documents_exist(document):
+    "A notebook need not be there before it is made; its source must."
+    text, folder = (ROOT / document).read_text(), (ROOT / document).parent
+    links = [folder / link for link in re.findall(r"\]\(([^)#:]+)", text)]
+    paths = [ROOT / path for path in re.findall(r"\b(?:book|k3lib|tests|fixtures|\.ci)/[\w/.]*\w", text)]
+    modules = [ROOT / "k3lib" / f"{name}.py" for name in re.findall(r"\bk3lib\.(\w+)`", text)]
+    gone = [str(path) for path in [*links, *paths, *modules]
+            if not (path.with_suffix(".py") if path.suffix == ".ipynb" else path).exists()
+            and not list(path.parent.glob(f"{path.name}*.py"))]
+    assert not gone and paths
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, ".ci/run", ".pre-commit-config.yaml", "pyproject.toml"])
+def test_make_targets_in_documents_exist(document):
+    named = set(re.findall(r"(?:^|`|: )make ([a-z][a-z-]*)", (ROOT / document).read_text(), re.M))
+    assert named and named <= set(re.findall(r"^([a-z-]+):", MAKEFILE, re.M))
+
+
+def test_every_target_is_phony_and_calls_tools_as_modules():
+    "Apple's make is 3.81, and a Windows venv has no bin: a recipe calls Python and its modules, nothing else."
+    targets = re.findall(r"^([a-z-]+):", MAKEFILE, re.M)
+    assert re.search(r"^\.PHONY: (.*)", MAKEFILE, re.M)[1].split() == targets
+    recipes = [line.strip() for line in MAKEFILE.splitlines() if line.startswith("\t")]
+    others = [line for line in recipes if not re.match(r"@?\$\((PY|PYTHON|PYTEST)\) ", line)]
+    assert others == ["mkdir -p out", next(line for line in recipes if line.startswith("rm -rf .venv "))]
+
+
 # The package
 
 def test_importing_the_package_imports_no_heavy_library():
@@ -91,10 +146,39 @@ def test_dir_shows_the_public_surface_and_every_name_is_there():
         k3lib.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("change", ["sys.byteorder = 'big'", "sys.maxsize = 2**31 - 1"])
-def test_a_system_whose_answers_would_be_wrong_is_refused(change):
-    run = subprocess.run([sys.executable, "-c", f"import sys; {change}; import k3lib"], capture_output=True, text=True)
+WRONG_CPUS = ["sys.byteorder = 'big'", "sys.maxsize = 2**31 - 1"]
+
+
+@pytest.mark.parametrize("module", ["k3lib", "k3lib.mxfp4", "k3lib.matmul"])
+@pytest.mark.parametrize("change", WRONG_CPUS)
+def test_a_system_whose_answers_would_be_wrong_is_refused(change, module):
+    code = f"import sys; {change}; import {module}"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 1 and "ImportError: k3lib needs a 64-bit little-endian Python" in run.stderr
+
+
+@pytest.mark.parametrize("change, code", [("pass", 0), *((change, 1) for change in WRONG_CPUS)])
+def test_make_refuses_it_before_it_installs_anything(change, code):
+    recipe = MAKEFILE.partition("\n.venv/ready:")[2].partition("$(PYTHON) -m venv")[0]
+    checks = re.findall(r"^\t\$\(PYTHON\) -c '(.*)'$", recipe, re.M)
+    codes = [f"import sys; {change}; exec({check!r})" for check in checks]
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True) for code in codes]
+    assert len(codes) == 2 and max(run.returncode for run in runs) == code
+    assert not code or "a 64-bit little-endian Python is needed" in "".join(run.stderr for run in runs)
+
+
+# What some system lacks, spelled in Python: chapter 5.1 has a function for each
+SYSTEM_CALLS = re.compile(
+    r"\bos\.(preadv?|readv|posix_\w+|O_\w+|SEEK_DATA|SEEK_HOLE|set_blocking|sysconf|sched_\w+|mkfifo|statvfs)\b"
+    r"|\bst_blocks\b|\bsys\.platform\b|\bplatform\.|\bos\.name\b|/proc/(?!self/cgroup)"
+    r"|^\s*(?:import|from) (?:ctypes|fcntl|mmap|resource|termios)\b", re.M)
+
+
+@pytest.mark.parametrize("module", ["__init__", "__main__", "cli", *MADE])
+def test_calls_that_some_system_lacks_stand_in_one_module(module):
+    text = (ROOT / "k3lib" / f"{module}.py").read_text()
+    found = [text[:match.start()].count("\n") + 1 for match in SYSTEM_CALLS.finditer(text)]
+    assert bool(found) == (module == "system"), [text.splitlines()[n - 1].strip() for n in found]
 
 
 def public_functions(module):

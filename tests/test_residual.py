@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 from k3lib.checkpoint import Checkpoint
 from k3lib.matmul import NotFinite
 from k3lib.residual import depth_weights, mix
+from k3lib.tensors import FINAL
 
 F = load_file(FIXTURES / "ops/attn_res.safetensors")
 SOURCES, NORM, PROJ, HOT = F["sources"], F["norm_weight"], F["proj"], F["proj_hot"]
@@ -46,7 +47,7 @@ def test_norm_weight_is_in_the_score_and_not_in_the_values():
 
 
 def test_epsilon_is_inside_the_root():
-    "A source of rms 1 with eps 3: its score is halved."
+    "A source of rms 1 with eps 3: its score is half of what it was."
     sources = f32([[1, 1]], [[0, 0]])
     close("weights", depth_weights(sources, 2, f32(1, 1), f32(2 * np.log(3), 0), 3.0), [[.75], [.25]], 1e-6)
 
@@ -207,8 +208,7 @@ def test_shapes_that_do_not_fit_are_refused(n, norm, proj, out):
 def test_the_final_mix_of_another_engine():
     "Five block sums and the running sum of oracle13, as mlx-lm left them."
     oracle, checkpoint = load_file(FIXTURES / "oracle13/expected.safetensors"), Checkpoint(FIXTURES / "oracle13/model")
-    norm, proj = (checkpoint.tensor(f"language_model.model.output_attn_res_{name}.weight").reshape(-1)
-                  for name in ("norm", "proj"))
+    norm, proj = (checkpoint.tensor(name).reshape(-1) for name in FINAL[:2])
     sources = np.concatenate([oracle["residual_blocks"], oracle["hidden_after_layer"][12:]])
     close("hidden_output_mix", mixed(sources, 6, norm, proj), oracle["hidden_output_mix"])
     far = distance(oracle["hidden_after_layer"][12], oracle["hidden_output_mix"])

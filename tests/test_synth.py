@@ -1,4 +1,4 @@
-"Synthetic checkpoints: the released layout to the byte, bytes that only seed and name decide, and nothing half-written."
+"k3lib.synth: the released layout to the byte, bytes that only seed and name decide, and nothing half-written."
 import errno
 import json
 import math
@@ -7,18 +7,22 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from common import FIXTURES
+from common import FIXTURES, MODEL
+from test_tokenizer import RELEASED as CONTROL
 
 import k3lib
 from k3lib import synth as module
 from k3lib.checkpoint import Checkpoint
 from k3lib.config import read_config
+from k3lib.fileio import UsageError
 from k3lib.header import ITEMSIZE, header_bytes
 from k3lib.mxfp4 import decode
 from k3lib.synth import (
@@ -30,21 +34,32 @@ from k3lib.synth import (
     live_experts,
     live_heads,
     plan_shard,
-    runs,
-    stream,
+    random_bits,
+    row_ranges,
     synth,
     to_bf16,
 )
-from k3lib.tensors import global_tensors, text_tensors
+from k3lib.system import disk_bytes
+from k3lib.tensors import (
+    EMBED,
+    HEAD,
+    Tensor,
+    expert_name,
+    global_tensors,
+    place_of,
+    tensor_name,
+    text_tensors,
+)
 
 # full width in little: every kind of tensor, large enough to have holes
 THIN = dict(layers=4, experts=32, vocab=300, hidden_size=1024, intermediate_size=2048, moe_intermediate_size=256,
             routed_expert_hidden_size=512, attn_res_block_size=2)
 # no two dimensions alike, none a multiple of 16 where it may be otherwise
-ODD = dict(layers=6, experts=7, vocab=101, hidden_size=50, attn_res_block_size=4, intermediate_size=70, num_attention_heads=3,
-           q_lora_rank=22, kv_lora_rank=18, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=14, num_experts_per_token=3,
-           num_shared_experts=1, moe_intermediate_size=32, routed_expert_hidden_size=96, kda_num_heads=5, kda_head_dim=12,
-           kda_conv_kernel=3, first_k_dense_replace=2, rms_norm_eps=1e-6, routed_scaling_factor=2.5)
+ODD = dict(layers=6, experts=7, vocab=101, hidden_size=50, attn_res_block_size=4, intermediate_size=70,
+           num_attention_heads=3, q_lora_rank=22, kv_lora_rank=18, qk_nope_head_dim=10, qk_rope_head_dim=6,
+           v_head_dim=14, num_experts_per_token=3, num_shared_experts=1, moe_intermediate_size=32,
+           routed_expert_hidden_size=96, kda_num_heads=5, kda_head_dim=12, kda_conv_kernel=3, first_k_dense_replace=2,
+           rms_norm_eps=1e-6, routed_scaling_factor=2.5)
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +92,8 @@ def test_all_released_names_and_the_published_sizes(released):
     assert len(lists) == len(published) == 96 and sum(published) == 1_560_936_091_448
     names = [name for tensors in lists for name, _, _ in tensors]
     assert len(names) == len(set(names)) == 497_220
-    sizes = {}
-    payload = sum(sizes.setdefault((dtype, shape), math.prod(shape) * ITEMSIZE[dtype]) for tensors in lists for _, dtype, shape in tensors)
+    kinds = Counter((dtype, shape) for tensors in lists for _, dtype, shape in tensors)
+    payload = sum(n * math.prod(shape) * ITEMSIZE[dtype] for (dtype, shape), n in kinds.items())
     assert payload == 1_560_860_324_864
     for i in (0, 1, 3, 10, 11, 92, 93, 94, 95):
         shard = plan_shard(released, "", lists[i])
@@ -94,8 +109,9 @@ def test_full_preset_stays_below_six_gigabytes(released):
 
 
 def test_order_inside_a_file():
-    tensors = [("b", "U8", (2,)), ("c", "BF16", (1,)), ("a", "U8", (2,)), ("z", "F32", (1,)), ("b.10", "BF16", (1,)), ("b.2", "BF16", (1,))]
-    assert [t[0] for t in file_order(tensors)] == ["z", "b.10", "b.2", "c", "a", "b"]
+    dtypes = {"b": "U8", "c": "BF16", "a": "U8", "z": "F32", "b.10": "BF16", "b.2": "BF16"}
+    tensors = [Tensor(name, dtype, (1,)) for name, dtype in dtypes.items()]
+    assert [t.name for t in file_order(tensors)] == ["z", "b.10", "b.2", "c", "a", "b"]
 
 
 # Values
@@ -107,27 +123,29 @@ def test_bf16_rounds_to_nearest_and_ties_to_even():
 
 
 def test_draws_fill_their_interval_and_no_more():
-    x = draw(stream(0, "a"), "F32", 1 << 17, -0.3, 0.5)
+    x = draw(random_bits(0, "a"), "F32", 1 << 17, -0.3, 0.5)
     assert x.dtype == np.float32 and -0.3001 < x.min() < -0.2999 and 0.4999 < x.max() < 0.5001
     assert abs(x.mean() - 0.1) < 0.002 and abs(x.std() - 0.8 / 12**0.5) < 0.002  # 10 standard errors at most
-    assert set(draw(stream(0, "a"), "U8", 5000, 119, 120).tolist()) == {119, 120}
-    assert len(set(draw(stream(0, "a"), "U8", 20000, 0, 255).tolist())) == 256
-    assert (draw(stream(0, "a"), "F32", 9, 7.7, 7.7) == np.float32(7.7)).all()
-    bits = draw(stream(0, "a"), "BF16", 99, -0.3, 0.5)
+    assert set(draw(random_bits(0, "a"), "U8", 5000, 119, 120).tolist()) == {119, 120}
+    assert len(set(draw(random_bits(0, "a"), "U8", 20000, 0, 255).tolist())) == 256
+    assert (draw(random_bits(0, "a"), "F32", 9, 7.7, 7.7) == np.float32(7.7)).all()
+    bits = draw(random_bits(0, "a"), "BF16", 99, -0.3, 0.5)
     assert bits.dtype == np.uint16 and (bits == to_bf16(x[:99].copy())).all()
 
 
-def test_streams_belong_to_names():
-    one = stream(3, "a.weight").random_raw(4).tolist()
-    assert one == stream(3, "a.weight").random_raw(4).tolist()
-    assert one != stream(3, "b.weight").random_raw(4).tolist() and one != stream(4, "a.weight").random_raw(4).tolist()
+def test_bits_belong_to_names():
+    def bits(seed, name):
+        return random_bits(seed, name).random_raw(4).tolist()
+
+    one = bits(3, "a.weight")
+    assert one == bits(3, "a.weight") != bits(3, "b.weight") and one != bits(4, "a.weight")
 
 
 def test_a_seed_stays_the_model_it_was():
     "Fails if a change gives every seed another model: ids and digests noted elsewhere would then mean nothing."
-    bits = draw(stream(0, "language_model.model.norm.weight"), "BF16", 4, 0.75, 1.25)
+    bits = draw(random_bits(0, "language_model.model.norm.weight"), "BF16", 4, 0.75, 1.25)
     assert bits.tolist() == [0x3F59, 0x3F98, 0x3F7D, 0x3F94]
-    assert draw(stream(0, "x"), "U8", 8, 0, 255).tolist() == [212, 207, 255, 124, 169, 82, 25, 161]
+    assert draw(random_bits(0, "x"), "U8", 8, 0, 255).tolist() == [212, 207, 255, 124, 169, 82, 25, 161]
 
 
 def test_same_seed_same_bytes_other_seed_others(tmp_path):
@@ -144,8 +162,8 @@ def test_a_file_alone_and_chunks_of_any_order(tmp_path):
     synth(tmp_path / "whole", "oracle")
     (tmp_path / "alone").mkdir()
     recipe = module.write_config(tmp_path / "alone", "oracle", 0)
-    shard = module.plan(recipe)[9]
-    module.write_shard(tmp_path / "alone", shard, 0, SimpleNamespace(is_set=lambda: False))
+    shard = module.plan_shards(recipe)[9]
+    module.write_shard(tmp_path / "alone", shard, 0, threading.Event())
     assert (tmp_path / "alone" / shard.file).read_bytes() == (tmp_path / "whole" / shard.file).read_bytes()
 
 
@@ -158,10 +176,11 @@ def test_a_reader_finds_what_the_config_implies(tmp_path):
         config = read_config(tmp_path / name)
         with Checkpoint(tmp_path / name) as ckpt:
             wanted = {n: (dtype, shape) for n, dtype, shape in text_tensors(config)}
-            found = {n: (ckpt.extent(n).dtype, ckpt.extent(n).shape) for n in ckpt.names() if n.startswith("language_model.")}
-            assert found == wanted
+            text = [n for n in ckpt.names() if n.startswith("language_model.")]
+            assert {n: (ckpt.extent(n).dtype, ckpt.extent(n).shape) for n in text} == wanted
             census = ckpt.census()
-            assert (done.shards, done.tensors, done.payload_bytes, done.file_bytes) == (census.shards, census.tensors, census.payload_bytes, census.file_bytes)
+            for field in "shards", "tensors", "payload_bytes", "file_bytes":
+                assert getattr(done, field) == getattr(census, field), field
             assert census.mm_projector_tensors == census.vision_tower_tensors == 2
             assert ckpt.contiguity().broken_layers == {} and ckpt.contiguity().broken_experts == []
             heads = config.kda_num_heads
@@ -188,17 +207,13 @@ def test_it_says_that_it_is_synthetic(tmp_path):
 
 def test_control_tokens_have_the_released_ids():
     table = module.tokenizer_tree(163_840)["added_tokens_decoder"]
-    known = {163584: "[BOS]", 163585: "[EOS]", 163586: "<|end_of_msg|>", 163587: "<|open|>", 163588: "<|close|>", 163589: "<|sep|>",
-             163590: "[start_header_id]", 163591: "[end_header_id]", 163593: "[EOT]", 163602: "<|media_begin|>",
-             163603: "<|media_content|>", 163604: "<|media_end|>", 163605: "<|media_pad|>", 163649: "<osagent_mode>",
-             163838: "[UNK]", 163839: "[PAD]"}
-    assert {int(i): entry["content"] for i, entry in table.items()} == known
+    assert {int(i): entry["content"] for i, entry in table.items()} == CONTROL
     assert [i for i, entry in table.items() if not entry["special"]] == ["163587", "163588", "163589"]
 
 
 def test_a_vocabulary_copied_in_is_taken(tmp_path):
     synth(tmp_path / "m", "oracle")
-    shutil.copy(FIXTURES / "oracle13" / "model" / "tiktoken.model", tmp_path / "m")
+    shutil.copy(MODEL / "tiktoken.model", tmp_path / "m")
     tokenizer = k3lib.Tokenizer(tmp_path / "m", 512)
     assert tokenizer.stop_ids == (497, 498) and tokenizer.decode(tokenizer.encode("hello")) == b"hello"
 
@@ -210,42 +225,43 @@ def test_a_sparse_layer_has_values_where_they_meet(thin):
     done, r = thin
     assert done.disk_bytes < 0.25 * done.file_bytes
     with Checkpoint(done.folder) as ckpt:
-        for L, one in (0, "q_proj k_proj v_proj g_proj f_b_proj"), (3, "q_b_proj kv_b_proj g_proj"):
-            for short in one.split():
-                w = ckpt.raw(f"language_model.model.layers.{L}.self_attn.{short}.weight")
+        for L, kind, shorts in ((0, "kda", "q_proj k_proj v_proj g_proj f_b_proj"),
+                                (3, "mla", "q_b_proj kv_b_proj g_proj")):
+            for short in shorts.split():
+                name = tensor_name(L, kind, short)
+                w = ckpt.raw(name)
                 if w.nbytes > module.WHOLE:
-                    rows = np.flatnonzero(w.any(axis=1))
-                    heads = np.unique(rows // head_rows(r.config, L, short))
-                    assert tuple(heads) == live_heads(r, L), f"layer {L} {short}: heads {heads}, expected {live_heads(r, L)}"
-        p = "language_model.model.layers.1.block_sparse_moe.experts."
+                    heads = np.unique(np.flatnonzero(w.any(axis=1)) // head_rows(r.config, place_of(name)))
+                    assert tuple(heads) == live_heads(r, L), f"{name}: heads {heads}, expected {live_heads(r, L)}"
         alive = live_experts(r, 1)
         assert len(alive) == module.EXPERTS
         for expert in range(32):
-            w1, w3 = (decode(ckpt.raw(f"{p}{expert}.{w}.weight_packed"), ckpt.raw(f"{p}{expert}.{w}.weight_scale")) for w in ("w1", "w3"))
+            w1, w3 = (decode(ckpt.raw(expert_name(1, expert, w)), ckpt.raw(expert_name(1, expert, f"{w}_scale")))
+                      for w in ("w1", "w3"))
             live = w1.any(axis=1)
             assert (live == w3.any(axis=1)).all(), f"expert {expert}: w1 and w3 live in different rows"
             assert live.sum() == (module.EXPERT_ROWS if expert in alive else 0)
-        bias = ckpt.tensor("language_model.model.layers.1.block_sparse_moe.gate.e_score_correction_bias")
+        bias = ckpt.tensor(tensor_name(1, "moe", "e_score_correction_bias"))
         assert (np.flatnonzero(bias > 0.2) == alive).all()
 
 
 def test_holes_take_no_disk_and_read_as_zeros(thin):
     done, r = thin
-    for shard in module.plan(r)[:4]:
+    for shard in module.plan_shards(r)[:4]:
         path = done.folder / shard.file
         assert path.stat().st_size == shard.size
-        took, planned = path.stat().st_blocks * 512, shard.pages(os.statvfs(path).f_frsize)
+        took, planned = disk_bytes(path.stat()), shard.pages(os.statvfs(path).f_frsize)
         # A file system may count its list of extents, some bytes each: 1% and two pages are plenty.
         assert took <= 1.01 * planned + 8192, f"{shard.file} takes {took:,} bytes on disk, planned {planned:,}"
         data = np.fromfile(path, np.uint8)
-        for begin, nbytes in [(0, len(shard.header)), *(span for piece in shard.pieces for span in piece.spans())]:
+        for begin, nbytes in [(0, len(shard.header)), *(span for tensor in shard.filled for span in tensor.spans())]:
             data[begin:begin + nbytes] = 0
         assert not data.any(), f"{shard.file}: byte {data.argmax():,} is written but not planned"
 
 
 def test_every_byte_of_a_slice_is_planned(tmp_path):
-    done = synth(tmp_path / "m", "slice", layers=2, vocab=64, hidden_size=64, intermediate_size=64, kda_num_heads=2, num_attention_heads=2,
-                 moe_intermediate_size=64, routed_expert_hidden_size=64)
+    done = synth(tmp_path / "m", "slice", layers=2, vocab=64, hidden_size=64, intermediate_size=64, kda_num_heads=2,
+                 num_attention_heads=2, moe_intermediate_size=64, routed_expert_hidden_size=64)
     assert done.value_bytes >= done.payload_bytes
     with Checkpoint(tmp_path / "m") as ckpt:
         for name in ckpt.names():
@@ -254,12 +270,12 @@ def test_every_byte_of_a_slice_is_planned(tmp_path):
 
 
 def test_live_ids_of_both_tables_are_the_same_and_reach_far(released):
-    tables = {t[0]: runs(released, *t) for t in global_tensors(released.config)}
-    embed, head = ({i for run in tables[f"language_model.{name}.weight"] for i in range(run.first, run.first + run.rows)}
-                   for name in ("model.embed_tokens", "lm_head"))
+    tables = {tensor.name: row_ranges(released, tensor) for tensor in global_tensors(released.config)}
+    embed, head = ({i for first, rows, _, _ in tables[name] for i in range(first, first + rows)}
+                   for name in (EMBED, HEAD))
     assert embed == head and {5, 9, 17, 3, 11, 163_584} <= embed and len(embed) > 6000
-    loud = max(run.high for run in tables["language_model.lm_head.weight"])
-    last = tables["language_model.lm_head.weight"][-1]
+    loud = max(rows.high for rows in tables[HEAD])
+    last = tables[HEAD][-1]
     assert (last.first, last.rows) == (163_584, 256) and last.high < loud / 50, "an end id may be generated by accident"
 
 
@@ -321,7 +337,8 @@ def test_too_little_room_is_known_before_the_first_shard(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=["disk full", "Ctrl-C"])
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()],
+                         ids=["disk full", "Ctrl-C"])
 def test_a_failure_half_way_leaves_nothing(tmp_path, monkeypatch, error):
     drawn = []
 
@@ -340,7 +357,8 @@ def test_a_failure_half_way_leaves_nothing(tmp_path, monkeypatch, error):
 
 def test_ctrl_c_leaves_nothing(tmp_path):
     what = "'slice', layers=2, experts=16, vocab=64, intermediate_size=2048"  # 2.1 GB, seconds of work
-    code = f"from k3lib.synth import synth; synth({str(tmp_path / 'm')!r}, {what}, progress=lambda t: print(t, flush=True))"
+    target = str(tmp_path / "m")
+    code = f"from k3lib.synth import synth; synth({target!r}, {what}, progress=lambda t: print(t, flush=True))"
     run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert run.stdout.readline().startswith("synthetic checkpoint")
     assert [p.name for p in tmp_path.iterdir()] == [f".m.{run.pid}.part"]
@@ -353,10 +371,16 @@ def test_ctrl_c_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_refusal_is_one_of_usage():
+    "So the command ends with code 2, and code that expects a ValueError goes on working."
+    assert issubclass(SynthError, UsageError) and issubclass(SynthError, ValueError) and SynthError.exit_code == 2
+
+
 def test_progress_begins_with_the_size_and_ends_with_all_of_it(tmp_path):
     lines = []
     synth(tmp_path / "m", "oracle", progress=lines.append)
-    assert lines[0] == "synthetic checkpoint, preset oracle, seed 0: 1,496 tensors in 16 files of 6.81 MB, 6.62 MB of it values"
+    assert lines[0] == ("synthetic checkpoint, preset oracle, seed 0: 1,496 tensors in 16 files of 6.81 MB, "
+                        "6.62 MB of it values")
     assert lines[-1].startswith("100%: 6.62 MB of 6.62 MB") and 2 <= len(lines) <= 11
 
 
@@ -364,7 +388,10 @@ def test_progress_begins_with_the_size_and_ends_with_all_of_it(tmp_path):
 
 
 def rewritten(source, target, seed=0):
-    "A copy in the same layout with tensors shuffled inside each file, metadata and padding in the header. Returns `target`."
+    """A copy in the same layout with tensors shuffled inside each file, metadata and padding in the header.
+
+    Returns `target`.
+    """
     shutil.copytree(source, target)
     rng = np.random.default_rng(seed)
     with Checkpoint(source) as ckpt:
@@ -378,24 +405,27 @@ def rewritten(source, target, seed=0):
     return target
 
 
-def walk(folder, ids=(5, 9, 17, 3, 11), tokens=8):
-    "Greedy ids, logits [tokens, vocab], and the routing of layers 1.. at each step."
-    logits, model = [], k3lib.load(folder, ram="1GB")
-    got = list(model.generate(list(ids), max_new_tokens=tokens, on_logits=lambda x: logits.append(x.copy())))
-    routes = []
-    model.reset()
-    for i in (*ids, *got):
-        step = {}
-        model.forward([i], watch=lambda name, layer, value: step.update({layer: frozenset(value[0].ravel().tolist())}) if name == "router" else None)
-        routes.append(step)
-    model.close()
+def decoded(folder, ids=(5, 9, 17, 3, 11), tokens=8):
+    "Greedy ids, logits [tokens, vocab], and the routing {layer: chosen experts} of each step."
+    logits, routes = [], []
+
+    def watch(name, layer, value):
+        if name == "router":
+            routes[-1][layer] = frozenset(value[0].ravel().tolist())
+
+    with k3lib.load(folder, ram="1GB") as model:
+        got = list(model.generate(list(ids), max_new_tokens=tokens, on_logits=lambda x: logits.append(x.copy())))
+        model.reset()
+        for i in (*ids, *got):
+            routes.append({})
+            model.forward([i], watch=watch)
     return got, np.stack(logits), routes
 
 
 def test_the_decode_is_not_degenerate(tmp_path):
     for name, preset, changes in ("oracle", "oracle", {}), ("odd", "oracle", ODD), ("thin", "full", THIN):
         synth(tmp_path / name, preset, **changes)
-        ids, logits, routes = walk(tmp_path / name)
+        ids, logits, routes = decoded(tmp_path / name)
         best = np.sort(logits, axis=1)[:, -2:]
         assert len(set(ids)) >= 6, f"{name}: ids {ids}"
         assert (best[:, 1] - best[:, 0]).min() > 1e-3, f"{name}: margins {best[:, 1] - best[:, 0]}"
@@ -408,6 +438,6 @@ def test_another_order_in_the_files_decodes_to_the_same_bits(tmp_path):
     rewritten(tmp_path / "m", tmp_path / "other")
     with Checkpoint(tmp_path / "other") as other:
         assert len(other.contiguity().broken_layers) > 5
-    ids, logits, _ = walk(tmp_path / "m")
-    same, others, _ = walk(tmp_path / "other")
+    ids, logits, _ = decoded(tmp_path / "m")
+    same, others, _ = decoded(tmp_path / "other")
     assert ids == same and logits.tobytes() == others.tobytes()

@@ -4,14 +4,13 @@ import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from common import MODEL, ROOT, digest
 
+import k3lib
 from k3lib import system
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def test_pread(numbers, lacks, missing):
 
 def test_pread_without_preadv_copies_a_bounded_piece(numbers, lacks, monkeypatch):
     lacks("preadv")
-    monkeypatch.setattr(system, "_SEEK_READ_MAX", 300)
+    monkeypatch.setattr(system, "SEEK_READ_MAX", 300)
     fd = system.open_read(numbers[0])
     view = memoryview(bytearray(1000))
     assert system.pread(fd, view, 10) == 300 and view[:300] == numbers[1][10:310] and not any(view[300:])
@@ -250,6 +249,37 @@ def test_memory_where_nothing_tells(monkeypatch, lacks):
     assert system.peak_bytes() is None and system.machine_free_bytes() is None
 
 
+# Everything at once
+
+WITHOUT = """
+import builtins, hashlib, mmap, os, sys
+import numba
+sys.modules["fcntl"] = sys.modules["resource"] = None  # to import them fails
+sys.platform = "neither"
+for name in "preadv O_DIRECT O_DIRECTORY posix_fadvise SEEK_DATA SEEK_HOLE set_blocking sysconf".split():
+    if hasattr(os, name):
+        delattr(os, name)
+if hasattr(mmap, "MAP_PRIVATE"):
+    del mmap.MAP_PRIVATE
+real = builtins.open
+builtins.open = lambda path, *args, **more: real("/nowhere" if str(path).startswith("/proc") else path, *args, **more)
+import k3lib
+with k3lib.load("fixtures/oracle13/model", ram="1GB") as model:
+    print(hashlib.sha256(model.prefill([304, 206, 32]).tobytes() + model.step(7).tobytes()).hexdigest())
+    print(model.report.text())
+"""
+
+
+def test_the_model_runs_without_any_of_the_calls_and_gives_the_same_bytes():
+    run = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    with k3lib.load(MODEL, ram="1GB") as model:
+        logits = model.prefill([304, 206, 32]), model.step(7)
+    found, report = run.stdout.split("\n", 1)
+    assert found == digest(*logits)
+    assert "buffered: this system has no O_DIRECT" in report and "the system keeps no count" in report
+
+
 # Open files and signals
 
 @pytest.mark.parametrize("soft, hard, more, set_to", [
@@ -258,7 +288,7 @@ def test_memory_where_nothing_tells(monkeypatch, lacks):
 def test_limit_of_open_files(monkeypatch, soft, hard, more, set_to):
     "The soft limit becomes what is open (10 here), what is asked for and 64 more, as far as the hard one goes."
     asked = []
-    monkeypatch.setattr(system, "_open_files", lambda: 10)
+    monkeypatch.setattr(os, "listdir", lambda path: [str(fd) for fd in range(10)])
     monkeypatch.setattr(system, "resource", SimpleNamespace(
         RLIMIT_NOFILE=7, RLIM_INFINITY=-1, getrlimit=lambda which: (soft, hard),
         setrlimit=lambda which, limits: asked.append(limits)))

@@ -266,6 +266,101 @@ def test_the_graph_names_what_is_over_its_bound(house):
     assert "over its bound: k3lib/x.py:6 f has 8 positional parameters" in text
 
 
+# Links and numbers
+
+@pytest.fixture
+def linked(house):
+    "The small book with links to the contents and to neighbours in each chapter."
+    for name, text in CHAPTERS.items():
+        heading = text.splitlines()[1]
+        house.edit(name, heading, f"{heading}\n#\n# What it is about.\n#\n# [contents](../README.md)\n#\n# More of it.")
+    house("--tidy")
+    return house
+
+
+def links_of(house, name):
+    "The lines of the paragraph that links to the contents."
+    paragraphs = (house.book / f"{name}.py").read_text().split("# %%")[1].split("\n#\n")
+    found, = (paragraph for paragraph in paragraphs if "[contents]" in paragraph)
+    return found.splitlines()
+
+
+def test_links_to_neighbours_are_made(linked):
+    assert links_of(linked, "01_a/01_leaf") == ["# [contents](../README.md) ·", "# [1.2 The root](02_root.ipynb)"]
+    assert links_of(linked, "01_a/02_root") == [
+        "# [1.1 The leaf](01_leaf.ipynb) ·", "# [contents](../README.md) ·",
+        "# [2.1 A story without a module](../02_b/01_story.ipynb)"]
+    assert links_of(linked, "02_b/01_story") == [
+        "# [1.2 The root](../01_a/02_root.ipynb) ·", "# [contents](../README.md)"]
+    text = (linked.book / "01_a" / "02_root.py").read_text()
+    assert "# # 1.2 The root\n#\n# What it is about.\n#\n# [1.1" in text and "story.ipynb)\n#\n# More of it.\n" in text
+    assert linked("--check") == (0, "")
+
+
+def test_a_chapter_above_the_folders_links_too(linked):
+    linked.write("00_all", "# %% [markdown]\n# # 0 All of it\n#\n# [contents](README.md)\n")
+    linked("--tidy")
+    assert links_of(linked, "00_all") == ["# [contents](README.md) ·", "# [1.1 The leaf](01_a/01_leaf.ipynb)"]
+    assert links_of(linked, "01_a/01_leaf")[0] == "# [0 All of it](../00_all.ipynb) ·"
+
+
+@pytest.mark.parametrize("change, stale", [
+    (lambda house: house.write("01_a/03_bark", "# %% [markdown]\n# # 1.3 The bark\n"),
+     ["01_a/02_root", "02_b/01_story"]),
+    (lambda house: house.edit("01_a/02_root", "# # 1.2 The root", "# # 1.2 Roots"), ["01_a/01_leaf", "02_b/01_story"]),
+    (lambda house: house.edit("02_b/01_story", " ·\n# [contents]", " ·\n# [contents!]") or
+     house.edit("02_b/01_story", "[contents!](../README.md)", "[contents](../README.md) and more"), ["02_b/01_story"]),
+], ids=["new chapter", "new title", "edited by hand"])
+def test_links_that_moved_on(linked, change, stale):
+    change(linked)
+    said = [line for line in linked("--check")[1].splitlines() if "links" in line]
+    assert said == [f"book/{name}.py has stale links to its neighbours" for name in stale]
+    linked("--tidy")
+    assert "links" not in linked("--check")[1]
+
+
+@pytest.mark.parametrize("prose, wrong", [
+    ("[1.2 The leaf](../01_a/01_leaf.ipynb)", "calls ../01_a/01_leaf.ipynb 1.2, but it is 1.1"),
+    ("[the bark](../01_a/09_bark.ipynb)", "links to ../01_a/09_bark.ipynb, which has no source"),
+    ("[1.1](../01_a/01_leaf.ipynb) and [the root](../01_a/02_root.ipynb#12)", None),
+    ("[elsewhere](https://example.org/1.3.ipynb)", None),
+    ("as chapter 1.3 says", "names 1.3, which does not exist"),
+    ("as 1.1.2 says", "names 1.1.2, which does not exist"),
+    ("see Chapter 1.2. Then chapter 2.1, and Python 3.11.9, numpy 2.0.1 and 0.61.", None),
+])
+def test_links_and_numbers_in_prose(house, prose, wrong):
+    house.edit("02_b/01_story", "a module\n", f"a module\n#\n# {prose}\n")
+    said = [line for line in house("--check")[1].splitlines() if "story.py" in line]
+    assert said == ([f"book/02_b/01_story.py {wrong}"] if wrong else [])
+
+
+def test_links_of_the_contents(house):
+    (house.book / "README.md").write_text("[1.1 leaf](01_a/01_leaf.ipynb), [1.1 root](01_a/02_root.ipynb)\n")
+    (house.book.parent / "README.md").write_text("[the bark](book/01_a/03_bark.ipynb)\n")
+    assert house("--check") == (1, "README.md links to book/01_a/03_bark.ipynb, which has no source\n"
+                                   "book/README.md calls 01_a/02_root.ipynb 1.1, but it is 1.2\n")
+
+
+def test_sections_are_numbered_in_order(house):
+    sections = "# ## 2.1.1 One\n#\n# ## 2.1.3 Two\n#\n# ## Summary\n"
+    house.edit("02_b/01_story", "a module\n", f"a module\n#\n{sections}")
+    said = [line for line in house("--check")[1].splitlines() if "section" in line]
+    assert said == ["book/02_b/01_story.py has a section 2.1.3 where 2.1.2 is expected"]
+
+
+def test_a_title_has_the_number_of_its_path(house):
+    house.edit("02_b/01_story", "# # 2.1 A", "# # 2.2 A")
+    wrong = "book/02_b/01_story.py is titled 2.2 A story without a module, but its path says 2.1\n"
+    assert wrong in house("--check")[1]
+
+
+def test_a_chapter_without_a_title(linked):
+    linked.edit("02_b/01_story", "# # 2.1 A story without a module", "# A story")
+    for option in ("--check", "--tidy"):
+        assert linked(option) == (
+            1, "book/02_b/01_story.py has no heading: begin it with `# # 2.1 Its title`\n")
+
+
 # A class in several cells
 
 def test_a_continued_class_is_one_class(house):

@@ -2,6 +2,7 @@
 import json
 import math
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 from common import FIXTURES, MODEL
@@ -41,6 +42,7 @@ from k3lib.tensors import (
 )
 
 WIDTH = {"BF16": 2, "F32": 4, "U8": 1}
+FEW_EXPERTS = replace(read_config(FIXTURES / "k3"), num_experts=20)  # the released shape without half a million names
 
 
 # Names
@@ -58,14 +60,17 @@ ODD_PLACES = [
     ("language_model.model.layers.0.self_attn.A_log", (0, -1, "A_log"), "trunk", "trunk"),
     ("language_model.model.layers.1.block_sparse_moe.gate.e_score_correction_bias", (1, -1, "e_score_correction_bias"),
      "trunk", "trunk"),
-    ("language_model.model.layers.92.block_sparse_moe.experts.895.w2.weight_scale", (92, 895, "w2_scale"), "experts", "experts"),
+    ("language_model.model.layers.92.block_sparse_moe.experts.895.w2.weight_scale", (92, 895, "w2_scale"), "experts",
+     "experts"),
     ("language_model.model.layers.1.block_sparse_moe.shared_experts.up_proj.weight", (1, -1, "shared_experts.up_proj"),
      "trunk", "trunk"),
     (EMBED, (-1, -1, "embed_tokens"), "other", "embed"),
     (HEAD, (-1, -1, "lm_head"), "other", "lm_head"),
     (FINAL[2], (-1, -1, "norm"), "other", "globals"),
-    ("vision_tower.encoder.blocks.7.wo.weight", (-1, -1, "vision_tower.encoder.blocks.7.wo.weight"), "other", "vision_tower"),
-    ("language_model.model.layers.1.new.weight", (-1, -1, "language_model.model.layers.1.new.weight"), "trunk", "trunk"),
+    ("vision_tower.encoder.blocks.7.wo.weight", (-1, -1, "vision_tower.encoder.blocks.7.wo.weight"), "other",
+     "vision_tower"),
+    ("language_model.model.layers.1.new.weight", (-1, -1, "language_model.model.layers.1.new.weight"), "trunk",
+     "trunk"),
     ("language_model.model.layers.#.q", (-1, -1, "language_model.model.layers.#.q"), "other", "other"),
     ("layers.3.w", (-1, -1, "layers.3.w"), "other", "other"),
 ]
@@ -97,16 +102,17 @@ def test_names_go_both_ways():
 # The order of the forward pass
 
 def test_the_order_holds_every_tensor_but_the_embedding_and_the_experts():
-    for c in read_config(MODEL), read_config(FIXTURES / "k3"):
+    for c in read_config(MODEL), FEW_EXPERTS:
         order = list(forward_order(c))
         everything = {name for name, _, _ in text_tensors(c)}
         assert len({*order}) == len(order) and {*order} <= everything
         assert {part_of(name) for name in everything - {*order} - {EMBED}} == {"experts"} and EMBED not in order
         layers = [layer_of(name) for name in order]
         assert layers == sorted(layers, key=lambda L: math.inf if L is None else L) and order[-4:] == [*FINAL, HEAD]
-        for L in range(c.first_k_dense_replace, c.num_hidden_layers):  # the router before all else of the experts' half
-            moe = [name for name in order if layer_of(name) == L and "block_sparse_moe" in name]
-            assert is_router(moe[0]) and not any(map(is_router, moe[1:]))
+        moe = [name for name in order if "block_sparse_moe" in name]
+        for L, names in groupby(moe, layer_of):  # the router before all else of the experts' half
+            router, *others = names
+            assert is_router(router) and not any(map(is_router, others)) and not c.is_dense(L)
 
 
 def test_rows_of_a_head_stay_together():
@@ -118,14 +124,16 @@ def test_rows_of_a_head_stay_together():
 def test_tensors_of_some_experts():
     c = read_config(MODEL)
     some = list(layer_tensors(c, 1, [3, 7]))
-    assert {place_of(name).expert for name, _, _ in some} == {-1, 3, 7} and len(some) == len({name for name, _, _ in some})
+    assert {place_of(name).expert for name, _, _ in some} == {-1, 3, 7}
+    assert len(some) == len({name for name, _, _ in some})
     assert [name for name, _, _ in layer_tensors(c, 1, [])] == [n for n in forward_order(c) if layer_of(n) == 1]
     assert list(layer_tensors(c, 0)) == list(layer_tensors(c, 0, [3, 7]))  # a dense layer has none
 
 
 def test_padding_is_not_used():
     c = read_config(MODEL)
-    assert used_entries(c, tensor_name(0, "kda", "A_log")) == 4 and used_entries(c, tensor_name(0, "kda", "dt_bias")) is None
+    assert used_entries(c, tensor_name(0, "kda", "A_log")) == 4
+    assert used_entries(c, tensor_name(0, "kda", "dt_bias")) is None
 
 
 # Every tensor that a config implies
@@ -142,7 +150,8 @@ def test_tensors_are_the_stored_ones():
     "The fixture's headers were written by another program."
     implied = {name: (dtype, shape) for name, dtype, shape in text_tensors(read_config(MODEL))}
     stored = {n: x for n, x in stored_tensors(MODEL).items() if not n.startswith(("mm_projector.", "vision_tower."))}
-    differ = {n: (implied.get(n), stored.get(n)) for n in implied.keys() | stored.keys() if implied.get(n) != stored.get(n)}
+    differ = {n: (implied.get(n), stored.get(n)) for n in implied.keys() | stored.keys()
+              if implied.get(n) != stored.get(n)}
     assert not differ
 
 
@@ -163,13 +172,14 @@ def unfolded(config):
 
 def test_families_are_the_tensors():
     all_dense = replace(read_config(MODEL), first_k_dense_replace=13)
-    for c in read_config(MODEL), read_config(FIXTURES / "k3"), all_dense:
+    for c in read_config(MODEL), FEW_EXPERTS, all_dense:
         assert sorted(unfolded(c)) == sorted(text_tensors(c))
         for pattern, _, _, layers, experts in families(c):
             assert pattern.count("#") == (layers[0] >= 0) + (experts[0] >= 0)
 
 
 MISSING = "language_model.model.layers.{}.block_sparse_moe.experts.{}.w2.weight_scale"
+TOO_MANY = " is there, the config implies no such tensor: its layers or experts are fewer"
 
 
 @pytest.mark.parametrize("wrong, told", [
@@ -180,16 +190,20 @@ MISSING = "language_model.model.layers.{}.block_sparse_moe.experts.{}.w2.weight_
      + ", ".join(MISSING.format(12, e) for e in range(3)) + ", ..."),
     ({"language_model.lm_head.weight": None}, ": 1 tensors are missing: language_model.lm_head.weight"),
     ({"language_model.model.layers.13.input_layernorm.weight": ("BF16", (128,))},
-     ": language_model.model.layers.13.input_layernorm.weight is there, the config implies no such tensor: its layers or experts are fewer"),
-    ({MISSING.format(7, 16): ("U8", (64, 3))}, f": {MISSING.format(7, 16)} is there, the config implies no such tensor: its layers or experts are fewer"),
-    ({MISSING.format(7, 16): ("U8", (64, 3)), MISSING.format(7, 11): None}, ": 1 tensors are missing: " + MISSING.format(7, 11)),
-    ({MISSING.format(7, 11): ("U8", (3, 64)), MISSING.format(1, 0): None}, f": {MISSING.format(7, 11)} is U8 [3, 64], the config implies U8 [64, 3]"),
+     ": language_model.model.layers.13.input_layernorm.weight" + TOO_MANY),
+    ({MISSING.format(7, 16): ("U8", (64, 3))},
+     f": {MISSING.format(7, 16)}" + TOO_MANY),
+    ({MISSING.format(7, 16): ("U8", (64, 3)), MISSING.format(7, 11): None},
+     ": 1 tensors are missing: " + MISSING.format(7, 11)),
+    ({MISSING.format(7, 11): ("U8", (3, 64)), MISSING.format(1, 0): None},
+     f": {MISSING.format(7, 11)} is U8 [3, 64], the config implies U8 [64, 3]"),
     ({MISSING.format(7, 11): ("BOOL", (64, 3)), "language_model.lm_head.weight": ("F32", (512, 128))},
      f": {MISSING.format(7, 11)} is BOOL [64, 3], the config implies U8 [64, 3]"),
     ({"language_model.model.layers.12.self_attn.g_proj.weight": ("BF16", (64, 127))},
      ": language_model.model.layers.12.self_attn.g_proj.weight is BF16 [64, 127], the config implies BF16 [64, 128]"),
     ({"language_model.model.layers.5.self_attn.A_log": ("F32", (4,)), "more.weight": ("I64", (2,))}, None),
-    ({"language_model.model.layers.5.self_attn.A_log": ("F32", (3,))}, ": language_model.model.layers.5.self_attn.A_log is F32 [3], the config implies F32 [32]"),
+    ({"language_model.model.layers.5.self_attn.A_log": ("F32", (3,))},
+     ": language_model.model.layers.5.self_attn.A_log is F32 [3], the config implies F32 [32]"),
 ])
 def test_a_checkpoint_against_its_config(tmp_path, monkeypatch, wrong, told):
     "By families, without naming half a million tensors, if it is right; else the first fault in the order of the list."

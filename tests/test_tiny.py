@@ -1,4 +1,4 @@
-"The whole path in a second or two, for whoever has just changed something: a model loads, prefills, steps, generates, saves and reports."
+"The whole path in a few seconds, to be run first after a change: a model loads, reads, generates, saves and reports."
 import json
 
 import numpy as np

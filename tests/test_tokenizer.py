@@ -1,6 +1,7 @@
-"""The tokenizer: known answers, bytes that survive, text that stays text, files that are refused.
+"""k3lib.tokenizer: known answers, bytes that survive, text that stays text, files that are refused.
 
-Tests of the released vocabulary run where the environment variable K3_TIKTOKEN points to its tiktoken.model."""
+Tests of the released vocabulary run where the environment variable K3_TIKTOKEN points to its tiktoken.model.
+"""
 import base64
 import hashlib
 import json
@@ -11,34 +12,41 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tokenizers
+from common import EXPECTED, FIXTURES, MODEL, ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from k3lib.tokenizer import PATTERN, Tokenizer, TokenizerError, cut, read_ranks
+from k3lib.fileio import UsageError
+from k3lib.tokenizer import PATTERN, Tokenizer, TokenizerError, cut, open_tokenizer, read_ranks
 
-ROOT = Path(__file__).resolve().parent.parent
-FIXTURES = ROOT / "fixtures/tokenizer"
-LINES = (FIXTURES / "synthetic.tiktoken").read_bytes().splitlines(keepends=True)
-CONFIG = json.loads((FIXTURES / "synthetic_config.json").read_text())
+VOCABULARY = FIXTURES / "tokenizer"
+RANKS = (VOCABULARY / "synthetic.tiktoken").read_bytes()
+LINES = RANKS.splitlines(keepends=True)
+CONFIG = json.loads((VOCABULARY / "synthetic_config.json").read_text())
 SPECIALS = {int(i): entry["content"] for i, entry in CONFIG["added_tokens_decoder"].items()}
-RELEASED = {163584: "[BOS]", 163585: "[EOS]", 163586: "<|end_of_msg|>", 163587: "<|open|>", 163588: "<|close|>", 163589: "<|sep|>",
-            163590: "[start_header_id]", 163591: "[end_header_id]", 163593: "[EOT]", 163602: "<|media_begin|>",
-            163603: "<|media_content|>", 163604: "<|media_end|>", 163605: "<|media_pad|>", 163649: "<osagent_mode>",
-            163838: "[UNK]", 163839: "[PAD]"}
+RELEASED = {163584: "[BOS]", 163585: "[EOS]", 163586: "<|end_of_msg|>", 163587: "<|open|>", 163588: "<|close|>",
+            163589: "<|sep|>", 163590: "[start_header_id]", 163591: "[end_header_id]", 163593: "[EOT]",
+            163602: "<|media_begin|>", 163603: "<|media_content|>", 163604: "<|media_end|>", 163605: "<|media_pad|>",
+            163649: "<osagent_mode>", 163838: "[UNK]", 163839: "[PAD]"}
 # The release's own pattern, with its class intersections.
+UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 PAT_STR = "|".join([
     r"[\p{Han}]+",
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{ENDING}",
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{ENDING}",
     r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"])
 SPLIT = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PAT_STR), "isolated")
 
 
-def write(folder, ranks=b"".join(LINES), config=CONFIG):
+def write(folder, ranks=RANKS, config=CONFIG):
+    "Write the two files of a vocabulary into `folder`; returns it."
     (folder / "tiktoken.model").write_bytes(ranks)
     (folder / "tokenizer_config.json").write_bytes(config if isinstance(config, bytes) else json.dumps(config).encode())
     return folder
@@ -56,7 +64,8 @@ def released(tmp_path_factory):
     ranks = Path(os.environ["K3_TIKTOKEN"]).read_bytes()
     assert hashlib.sha256(ranks).hexdigest() == "b6c497a7469b33ced9c38afb1ad6e47f03f5e5dc05f15930799210ec050c5103"
     table = {str(i): {"content": name, "special": i not in (163587, 163588, 163589)} for i, name in RELEASED.items()}
-    return Tokenizer(write(tmp_path_factory.mktemp("released"), ranks, {"added_tokens_decoder": table, "eos_token": "[EOS]"}))
+    config = {"added_tokens_decoder": table, "eos_token": "[EOS]"}
+    return Tokenizer(write(tmp_path_factory.mktemp("released"), ranks, config))
 
 
 def plain_merge(piece, rank):
@@ -106,7 +115,7 @@ def check_case(tokenizer, case):
 
 
 def cases(name):
-    return json.loads((FIXTURES / name).read_text())["cases"]
+    return json.loads((VOCABULARY / name).read_text())["cases"]
 
 
 # --- known answers, small vocabulary -------------------------------------------------------------------------------
@@ -115,7 +124,7 @@ def cases(name):
 def test_id_table(small):
     assert (small.ranks, small.vocab_size) == (1000, 1256)
     assert [small.token(i) for i in (0, 32, 64, 188, 198, 220, 187)] == [b"!", b"A", b"a", b"\0", b"\n", b" ", b"\xff"]
-    assert small.token(1000) == b"[BOS]" and small.token(1255) == b"[PAD]" and small.token(1008) == b"<|reserved_token_1008|>"
+    assert [small.token(i) for i in (1000, 1255, 1008)] == [b"[BOS]", b"[PAD]", b"<|reserved_token_1008|>"]
     assert [small.token(i) for i in range(1000)] == list(SMALL_RANK)
 
 
@@ -128,7 +137,8 @@ def test_stop_ids_by_name(small, tmp_path):
     assert small.stop_ids == (1001, 1002)
     table = {"1000": {"content": "<end>"}, "1001": {"content": "<|end_of_msg|>"}, "1002": {"content": "[PAD]"}}
     for eos in ("<end>", {"content": "<end>"}):
-        assert Tokenizer(write(tmp_path, config={"added_tokens_decoder": table, "eos_token": eos})).stop_ids == (1000, 1001)
+        folder = write(tmp_path, config={"added_tokens_decoder": table, "eos_token": eos})
+        assert Tokenizer(folder).stop_ids == (1000, 1001)
     assert Tokenizer(write(tmp_path, config={"added_tokens_decoder": table})).stop_ids == (1001,)
 
 
@@ -146,7 +156,8 @@ def test_control_text_stays_text(small, name):
 
 def test_reserved_names_are_control_too(small):
     assert small.encode("<|reserved_token_1100|>", allow_special=True) == [1100]
-    assert small.encode("<|reserved_token_1000|>", allow_special=True) == small.encode("<|reserved_token_1000|>")  # it has a name
+    named = "<|reserved_token_1000|>"  # 1000 has a name of its own
+    assert small.encode(named, allow_special=True) == small.encode(named)
     assert max(small.encode("<|reserved_token_1100|>")) < 1000
 
 
@@ -174,7 +185,8 @@ def test_segments_are_encoded_alone(small):
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.binary(max_size=12) | st.text(max_size=8).map(lambda s: s.encode("utf-8", "replace")), max_size=6).map(b"".join))
+@given(st.lists(st.binary(max_size=12) | st.text(max_size=8).map(lambda s: s.encode("utf-8", "replace")),
+                max_size=6).map(b"".join))
 def test_any_bytes_come_back(small, data):
     ids = small.encode(data)
     assert small.decode(ids) == data
@@ -182,8 +194,9 @@ def test_any_bytes_come_back(small, data):
     assert small.decode(small.encode(data, allow_special=True)) == data
 
 
-@pytest.mark.parametrize("data", [bytes(range(256)), bytes(range(255, -1, -1)), b"\xff", b"\xc3", b"a\xf0\x9f\x99", b"\xed\xa0\x80",
-                                  b"\xf5\x80\x80\x80", b"\xc0\xaf", b"\xe4\xb8\xe4\xb8\x96", b"\x80" * 30_000, b"\xef\xbb\xbfx"])
+@pytest.mark.parametrize("data", [
+    bytes(range(256)), bytes(range(255, -1, -1)), b"\xff", b"\xc3", b"a\xf0\x9f\x99", b"\xed\xa0\x80",
+    b"\xf5\x80\x80\x80", b"\xc0\xaf", b"\xe4\xb8\xe4\xb8\x96", b"\x80" * 30_000, b"\xef\xbb\xbfx"])
 def test_hard_bytes_come_back(small, data):
     assert small.decode(small.encode(data)) == data
 
@@ -191,7 +204,8 @@ def test_hard_bytes_come_back(small, data):
 def test_valid_bytes_are_text(small):
     text = "caf\u00e9 \u4e16\u754c \U0001f642 [EOS]"
     for allow in (False, True):
-        assert small.encode(text.encode(), allow) == small.encode(text, allow) == small.encode(bytearray(text.encode()), allow)
+        ids = small.encode(text, allow)
+        assert small.encode(text.encode(), allow) == small.encode(bytearray(text.encode()), allow) == ids
 
 
 def test_invalid_bytes_merge_by_rank(small):
@@ -217,7 +231,7 @@ def pieces(split, text):
 
 @pytest.mark.parametrize("text, expected", [
     ("We'LL pay 1234567 now!\n\n", ["We'LL", " pay", " ", "123", "456", "7", " now", "!\n\n"]),
-    ("\u3005\u3007\u30fc\u6f22", ["\u3005\u3007", "\u30fc", "\u6f22"]),  # two marks are of the Han script, the long mark is not
+    ("\u3005\u3007\u30fc\u6f22", ["\u3005\u3007", "\u30fc", "\u6f22"]),  # the third mark is not of the Han script
     ("\u6f22\u5b57\u30ab\u30ca\u6f22", ["\u6f22\u5b57", "\u30ab\u30ca", "\u6f22"]),
     ("it'\u017f  ok", ["it'\u017f", " ", " ok"]),  # the long s folds to s
     ("\uff11\uff12\uff13\uff14\u216b\u00bd", ["\uff11\uff12\uff13", "\uff14\u216b\u00bd"]),
@@ -232,7 +246,9 @@ def test_splits(text, expected):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.text(max_size=40) | st.text("aALlsSdt\u017f'19\u00bd \t\n\r._(\u00a0\u0301\u4e16\u3005\u30fc\u30ab\u00e9\u01c5\u02b0\u05d0\U0001f642", max_size=40))
+@given(st.text(max_size=40) | st.text(
+    "aALlsSdt\u017f'19\u00bd \t\n\r._(\u00a0\u0301\u4e16\u3005\u30fc\u30ab\u00e9\u01c5\u02b0\u05d0\U0001f642",
+    max_size=40))
 def test_the_pattern_splits_as_the_releases(text):
     "The lookahead form against the class intersections of the release."
     own = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated")
@@ -287,8 +303,9 @@ def cut_by_counting(text):
     return parts
 
 
-@pytest.mark.parametrize("runs", [[24_999], [25_000], [25_001], [50_000], [50_001], [10, 25_001, 3], [25_000, 25_000, 25_001], [399_999, 2, 60_000],
-                                  [1, 400_001], [800_000]])
+@pytest.mark.parametrize("runs", [
+    [24_999], [25_000], [25_001], [50_000], [50_001], [10, 25_001, 3], [25_000, 25_000, 25_001], [399_999, 2, 60_000],
+    [1, 400_001], [800_000]])
 def test_cutting_rule(runs):
     text = "".join("a\u3000"[i % 2] * n for i, n in enumerate(runs))
     assert list(cut(text)) == cut_by_counting(text)
@@ -371,7 +388,8 @@ def refusal(folder, **options):
     ([*LINES[:7], b"KA==KA== 7\n", *LINES[8:]], "tiktoken.model line 8: bad base64"),
     ([*LINES[:300], *LINES[301:]], "tiktoken.model line 301: rank 301, expected 300"),
     ([*LINES[:301], *LINES[300:]], "tiktoken.model line 302: rank 300, expected 301"),
-    ([*LINES[:300], LINES[299].split()[0] + b" 300\n", *LINES[301:]], "tiktoken.model line 301: token b' l' already stands on line 300"),
+    ([*LINES[:300], LINES[299].split()[0] + b" 300\n", *LINES[301:]],
+     "tiktoken.model line 301: token b' l' already stands on line 300"),
     ([*LINES[:7], b" 7\n", *LINES[8:]], "tiktoken.model line 8: token b'' is empty"),
     ([*LINES[:7], b"KA== 07\n", *LINES[8:]], "tiktoken.model line 8: rank 07, expected 7"),
     ([*LINES[:7], b"KA== 7 \n", *LINES[8:]], "tiktoken.model line 8: b'KA== 7 ', expected base64, one space, rank"),
@@ -397,6 +415,10 @@ def table(**entries):
     return {**CONFIG, "added_tokens_decoder": {**CONFIG["added_tokens_decoder"], **entries}}
 
 
+def nested(depth):
+    return b'{"added_tokens_decoder": ' + b"[" * depth + b"]" * depth + b"}"
+
+
 @pytest.mark.parametrize("config, told", [
     (table(**{"5": {"content": "<x>"}}), "'<x>' has id 5, which is a rank of tiktoken.model (0..999)"),
     (table(**{"1100": {"content": "[BOS]"}}), "'[BOS]' has two ids, 1000 and 1100"),
@@ -413,9 +435,11 @@ def table(**entries):
     ({}, "added_tokens_decoder is None, expected an object"),
     ({**CONFIG, "eos_token": "[STOP]"}, "eos_token is '[STOP]', expected a name"),
     ({**CONFIG, "eos_token": 1001}, "eos_token is '1001', expected a name"),
-    (b"", "0 bytes, expected 1 to"), (b"{", "not JSON"), (b"[]", "a JSON list, expected an object"), (b"\xff", "not JSON"),
-    (b"[" * 100_000, "not JSON"), (b'{"a": ' + b"1" * 5000 + b"}", "not JSON"), (b'{"a": 1, "a": 2}', "name 'a' found twice"),
-    *((b'{"added_tokens_decoder": ' + b"[" * depth + b"]" * depth + b"}", "more than 16 deep" if depth < 900 else "tokenizer_config.json") for depth in (16, *range(940, 1010, 3))),
+    (b"", "0 bytes, expected 1 to"), (b"{", "not JSON"), (b"[]", "a JSON list, expected an object"),
+    (b"\xff", "not JSON"), (b"[" * 100_000, "not JSON"), (b'{"a": ' + b"1" * 5000 + b"}", "not JSON"),
+    (b'{"a": 1, "a": 2}', "name 'a' found twice"),
+    (nested(16), "more than 16 deep"),
+    *((nested(depth), "tokenizer_config.json") for depth in range(940, 1010, 3)),  # near Python's limit of recursion
 ])
 def test_damaged_configs(tmp_path, config, told):
     assert told in refusal(write(tmp_path, config=config))
@@ -449,11 +473,10 @@ def test_missing_folder_and_files(tmp_path):
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(0, sum(map(len, LINES)) - 1), st.integers(0, 255), st.integers(0, 2))
+@given(st.integers(0, len(RANKS) - 1), st.integers(0, 255), st.integers(0, 2))
 def test_any_damaged_byte_is_refused_or_harmless(tmp_path, at, byte, how):
     "One byte replaced, inserted or removed anywhere: an error of the right kind, or a vocabulary of as many tokens."
-    data = b"".join(LINES)
-    data = data[:at] + bytes([byte]) * (how < 2) + data[at + (how != 1) :]
+    data = RANKS[:at] + bytes([byte]) * (how < 2) + RANKS[at + (how != 1) :]
     try:
         t = Tokenizer(write(tmp_path, data))
     except TokenizerError as e:
@@ -462,23 +485,29 @@ def test_any_damaged_byte_is_refused_or_harmless(tmp_path, at, byte, how):
     assert t.ranks == 1000 and len({t.token(i) for i in range(1000)}) == 1000
 
 
-JSONS = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from([*SPECIALS.values()][:3]),
-                     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["content", "special"]) | st.text(max_size=3), inner, max_size=3), max_leaves=5)
-KEYS = st.sampled_from(["added_tokens_decoder", "eos_token"])
-IDS = st.integers(990, 1260).map(str) | st.sampled_from(["0", "01000", "-1", "1e3", "9" * 11, "9" * 5000, "\u0661"]) | st.text(max_size=4)
+NAMES = st.sampled_from(["content", "special"]) | st.text(max_size=3)
+LEAVES = (st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+          | st.sampled_from([*SPECIALS.values()][:3]))
+JSONS = st.recursive(LEAVES, max_leaves=5, extend=lambda inner: (
+    st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3)))
+FIELDS = st.dictionaries(st.sampled_from(["added_tokens_decoder", "eos_token"]), JSONS, max_size=2)
+IDS = (st.integers(990, 1260).map(str) | st.text(max_size=4)
+       | st.sampled_from(["0", "01000", "-1", "1e3", "9" * 11, "9" * 5000, "\u0661"]))
+ENTRIES = st.dictionaries(IDS, JSONS | st.fixed_dictionaries({"content": st.text(max_size=6)}), max_size=4)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.dictionaries(KEYS, JSONS, max_size=2), st.dictionaries(IDS, JSONS | st.fixed_dictionaries({"content": st.text(max_size=6)}), max_size=4), st.booleans())
+@given(FIELDS, ENTRIES, st.booleans())
 def test_any_control_table_is_refused_or_consistent(tmp_path, fields, entries, among):
-    "Whatever stands in tokenizer_config.json: an error of the right kind, or a vocabulary whose names and ids are each other's inverse."
+    "Any tokenizer_config.json: an error of the right kind, or a vocabulary whose names and ids are a bijection."
     table = {"added_tokens_decoder": {**(CONFIG["added_tokens_decoder"] if among else {}), **entries}, **fields}
     try:
         t = Tokenizer(write(tmp_path, config=table))
     except TokenizerError as e:
         assert "tokenizer_config.json" in str(e) and "\n" not in str(e) and len(str(e)) < 600
         return
-    assert t.vocab_size == 1000 + len(t.special_names) and all(t.token(i).decode() == name for name, i in t.special_ids.items())
+    assert t.vocab_size == 1000 + len(t.special_names)
+    assert all(t.token(i).decode() == name for name, i in t.special_ids.items())
     assert set(t.stop_ids) <= set(t.special_ids.values()) and len(t.special_ids) == len(t.special_names)
     assert max(t.encode("[EOS]<|open|> a")) < 1000
 
@@ -494,15 +523,29 @@ def test_any_bytes_are_refused(tmp_path, ranks, config):
 
 
 def test_the_embedded_vocabulary():
-    t = Tokenizer(ROOT / "fixtures/oracle13/model")
+    t = Tokenizer(MODEL)
     assert (t.ranks, t.vocab_size, t.stop_ids) == (496, 512, (503, 505))
     assert [t.token(i) for i in range(496)] == list(SMALL_RANK)[:496]
-    known = json.loads((ROOT / "fixtures/oracle13/expected.json").read_text())
-    for ids in (known["generated_ids"], known["prompt_ids"]):
+    for ids in (EXPECTED["generated_ids"], EXPECTED["prompt_ids"]):
         assert not set(ids) & set(t.stop_ids)
         assert t.decode(t.encode(t.decode(ids))) == t.decode(ids)
     text = "The capital of France is <|open|> \u4f60\u597d \U0001f642"
     assert max(t.encode(text)) < 496 and t.decode(t.encode(text)) == text.encode()
+
+
+def test_a_folder_without_a_vocabulary_has_none_and_one_with_a_broken_link_is_refused(tmp_path):
+    config = SimpleNamespace(vocab_size=512)
+    assert open_tokenizer(MODEL, config).vocab_size == 512
+    assert open_tokenizer(tmp_path, config) is None
+    (tmp_path / "tiktoken.model").symlink_to("gone")
+    with pytest.raises(FileNotFoundError, match="tiktoken.model: a link to nothing"):
+        open_tokenizer(tmp_path, config)
+
+
+def test_a_refusal_is_one_of_usage():
+    "So a command that meets one ends with code 2, and code that expects a ValueError goes on working."
+    assert issubclass(TokenizerError, UsageError) and issubclass(TokenizerError, ValueError)
+    assert TokenizerError.exit_code == 2
 
 
 # --- the released vocabulary ---------------------------------------------------------------------------------------
@@ -542,17 +585,15 @@ def test_released_table(released):
 
 MEMORY = """
 import sys
+from k3lib.system import peak_bytes, resident_bytes
 from k3lib.tokenizer import Tokenizer
-def megabytes(field):
-    fields = open("/proc/self/status").read().split()
-    return int(fields[fields.index(field) + 1]) / 1e3
-start = megabytes("VmRSS:")
+start = resident_bytes()
 t = Tokenizer(sys.argv[1])
-print(megabytes("VmRSS:") - start)
+print((resident_bytes() - start) / 1e6)
 t.encode("a")
-print(megabytes("VmHWM:") - start)
+print((peak_bytes() - start) / 1e6)
 t.drop_encoder()
-print(megabytes("VmRSS:") - start)
+print((resident_bytes() - start) / 1e6)
 """
 
 
@@ -561,7 +602,8 @@ def test_released_memory(released, tmp_path):
     "The table is some MB; the encoder's peak stays below 200 MB, and little of it remains once dropped."
     config = {"added_tokens_decoder": {"163584": {"content": "[BOS]"}}}
     folder = write(tmp_path, Path(os.environ["K3_TIKTOKEN"]).read_bytes(), config)
-    out = subprocess.run([sys.executable, "-c", MEMORY, folder], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    table_only, peak, dropped = map(float, out.split())
+    command = [sys.executable, "-c", MEMORY, folder]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    table_only, peak, dropped = map(float, run.stdout.split())
     print(f"id table {table_only:.0f} MB, encoder's peak {peak:.0f} MB, after dropping it {dropped:.0f} MB")
     assert table_only < 30 and peak < 200 and dropped < 30

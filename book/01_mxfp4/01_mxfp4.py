@@ -134,9 +134,8 @@ for byte in (0, 1, 127, 254, 255):
 # %% [markdown]
 # ## 1.1.3 The slow, certain product
 #
-# Decode, widen to float64, multiply, sum. The fast product of chapter 1.5 must agree with it to the fixture's
-# tolerance:
-# 1e-5 of the largest output, more than ten times the distance between float32 and float64 arithmetic here.
+# Decode, convert to float64, multiply, sum. The fast product of chapter 1.5 must agree with it to the fixture's
+# tolerance: 1e-5 of the largest output, more than ten times the distance between float32 and float64 arithmetic here.
 
 # %%
 TOLERANCE = 1e-5  # fixtures/ops/README.md, section mxfp4
@@ -193,12 +192,12 @@ print("every row holds the same numbers:", np.array_equal(np.sort(right, 1), np.
 fig, (ax, ay) = plt.subplots(1, 2)
 bins = np.linspace(-0.1, 0.1, 60)
 ax.hist(right.ravel(), bins, label="right")
-ax.hist(swapped.ravel(), bins, histtype="step", lw=1.4, label="nibbles swapped")
+ax.hist(swapped.ravel(), bins, histtype="step", lw=1.4, label="swapped")
 ax.set(xlabel="weight", ylabel="number of weights", yscale="log", ylim=(300, 3e5))
 ax.set_title("Swapped nibbles keep the histogram")
 ax.legend(loc="upper left")
 ay.plot(y, reference(packed, scale, x), ".", label="right")
-ay.plot(y, swapped @ x, ".", label="nibbles swapped")
+ay.plot(y, swapped @ x, ".", label="swapped")
 ay.set(xlabel="output of the fixture", ylabel="computed output", title="and change every output")
 ay.legend(loc="lower right")
 plt.show()
@@ -209,8 +208,7 @@ plt.show()
 #
 # Going the other way shows what the format costs. The standard's recipe takes the block's largest magnitude, chooses
 # $2^{e-127}$ so that this magnitude falls between 4 and 8, and rounds each weight to the nearest value. A magnitude
-# above
-# 6 is clipped to 6.
+# above 6 is clipped to 6.
 
 # %%
 def quantise(w):

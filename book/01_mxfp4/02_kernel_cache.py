@@ -263,7 +263,7 @@ class KernelCache(KernelCache):
 # happened to run them, and no file tells that order.
 
 # %% tags=["export"]
-F = TypeVar("F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Callable[..., Any])
 _KERNEL = {"nogil": True, "error_model": "numpy"}
 _INNER = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False}
 
@@ -277,12 +277,12 @@ def _compiled(function, options):
     return compiled
 
 
-def kernel(function: F) -> F:
+def kernel(function: _F) -> _F:
     "Compile a function that Python calls. It releases the GIL, and the machine code of k3lib's own is kept on disk."
     return _compiled(function, _KERNEL)
 
 
-def inner(function: F) -> F:
+def inner(function: _F) -> _F:
     "Compile a function that only kernels call. It owns no array and counts no references, and is kept as `kernel` is."
     return _compiled(function, _KERNEL | _INNER)
 
@@ -352,7 +352,7 @@ assert answers == ["20 compiled", "20 kept", "20 compiled", "20 kept", "20 compi
 answers
 
 # %% [markdown]
-# ## 1.2.8 Summary
+# ## Summary
 #
 # - Machine code is right to use when every source it was made from is unchanged, the ones it inlined included.
 # - Put what decides an answer into the name under which the answer is kept; then it cannot be stale and two writers

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.base import BaseContext
 from numba.core.errors import TypingError
 from numba.extending import intrinsic, models, register_model
 
@@ -101,7 +102,7 @@ class _F32x16Model(models.PrimitiveModel):
 # What can be done with such a value is a handful of *intrinsics*. An intrinsic is a Python function that runs while a
 # kernel is compiled. It computes nothing; it writes LLVM instructions into the kernel. `builder` is the pen.
 # `builder.fmul(a, b)` writes one multiplication and returns the name of its result. A Python `for` loop around it
-# writes one instruction a turn and leaves no loop behind. Chapter 1.5 lives by this.
+# writes one instruction each time round and leaves no loop behind. Chapter 1.5 is built on this.
 #
 # The writing functions come first, their names begin with `emit_`. Three of LLVM's instructions need a word:
 #
@@ -114,13 +115,14 @@ class _F32x16Model(models.PrimitiveModel):
 # element.
 
 # %% tags=["export"]
-def element_pointer(context, builder, array_type: types.Array, array: ir.Value, index: ir.Value) -> ir.Value:
+def element_pointer(context: BaseContext, builder: ir.IRBuilder, array_type: types.Array, array: ir.Value,
+                    index: ir.Value) -> ir.Value:
     "Pointer to element `index` of the flat array `array`."
     data = cgutils.create_struct_proxy(array_type)(context, builder, array).data
     return builder.gep(data, [index])
 
 
-def call_llvm(builder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
+def call_llvm(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
     "A call of LLVM's function `name`, one of those that become an instruction where the CPU has it."
     kind = ir.FunctionType(result, [a.type for a in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
@@ -136,7 +138,7 @@ def emit_zeros() -> ir.Value:
     return _constant(_F32, 0.0)
 
 
-def emit_splat(builder, x: ir.Value) -> ir.Value:
+def emit_splat(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     "The scalar x in all sixteen lanes."
     nothing = ir.Constant(ir.VectorType(x.type, LANES), ir.Undefined)
     v = builder.insert_element(nothing, x, ir.Constant(_I32, 0))
@@ -162,21 +164,21 @@ def _element(dtype):
 
 
 def _to_float(builder, v):
-    "Sixteen loaded elements as float32; bf16 words are widened."
+    "Sixteen loaded elements as float32."
     if v.type.element == _F32:
         return v
     wide = builder.shl(builder.zext(v, ir.VectorType(_I32, LANES)), _constant(_I32, 16))
     return builder.bitcast(wide, _VECTOR)
 
 
-def emit_load(builder, pointer: ir.Value, dtype: types.Type) -> ir.Value:
+def emit_load(builder: ir.IRBuilder, pointer: ir.Value, dtype: types.Type) -> ir.Value:
     "The sixteen elements from `pointer` on, as float32."
     element, size = _element(dtype)
     pointer = builder.bitcast(pointer, ir.VectorType(element, LANES).as_pointer())
     return _to_float(builder, builder.load(pointer, align=size))
 
 
-def emit_load_part(builder, pointer: ir.Value, dtype: types.Type, count: ir.Value) -> ir.Value:
+def emit_load_part(builder: ir.IRBuilder, pointer: ir.Value, dtype: types.Type, count: ir.Value) -> ir.Value:
     "The `count` elements from `pointer` on, 0 < count <= 16, and zeros behind them. No byte past them is touched."
     element, size = _element(dtype)
     vector = ir.VectorType(element, LANES)
@@ -192,12 +194,12 @@ def emit_load_part(builder, pointer: ir.Value, dtype: types.Type, count: ir.Valu
 # of the book: the upper eight lanes onto the lower eight, then four, two, one.
 
 # %% tags=["export"]
-def emit_fma(builder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+def emit_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     "a*b + c in each lane, rounded once."
     return call_llvm(builder, "llvm.fma.v16f32", _VECTOR, a, b, c)
 
 
-def emit_sum(builder, v: ir.Value) -> ir.Value:
+def emit_sum(builder: ir.IRBuilder, v: ir.Value) -> ir.Value:
     "The sum of the lanes, by halves: 16 -> 8 -> 4 -> 2 -> 1. The one reduction tree of the book."
     n = LANES // 2
     while n:
@@ -208,7 +210,7 @@ def emit_sum(builder, v: ir.Value) -> ir.Value:
     return builder.extract_element(v, ir.Constant(_I32, 0))
 
 
-def emit_prefetch(builder, pointer: ir.Value) -> None:
+def emit_prefetch(builder: ir.IRBuilder, pointer: ir.Value) -> None:
     "Ask for the cache line at `pointer`. Nothing is read, so the pointer may lie behind the end of an array."
     hints = (ir.Constant(_I32, n) for n in (0, 3, 1))  # to read; keep in every cache; data
     call_llvm(builder, "llvm.prefetch", ir.VoidType(), builder.bitcast(pointer, _I8.as_pointer()), *hints)
@@ -230,7 +232,7 @@ def zeros16(typingctx):
 
 @intrinsic
 def load16(typingctx, a, i):
-    "(a, i) -> a[i:i+16] of a flat float32 array, or of uint16 bf16 bits widened."
+    "(a, i) -> a[i:i+16] as float32, of a flat array of float32 or of uint16 (bf16 bits)."
     def codegen(context, builder, sig, args):
         return emit_load(builder, element_pointer(context, builder, sig.args[0], *args), sig.args[0].dtype)
     return f32x16(a, types.intp), codegen
@@ -361,9 +363,9 @@ for label, (arch, features) in machines.items():
 # %% [markdown]
 # ## 1.3.5 Sixteen codes become sixteen floats
 #
-# Doubled, the sixteen values of an MXFP4 code are whole numbers: 0 1 2 3 4 6 8 12 and their negatives. The scale is
-# halved in return. That is safe for every byte only if the halves come from a table: $2^{0-128}$ is subnormal, and
-# byte 255 is still NaN.
+# Doubled, the sixteen values of an MXFP4 code are whole numbers: 0 1 2 3 4 6 8 12 and their negatives. In return the
+# kernels take half the scale. That is safe for every byte only if the halves come from a table: $2^{0-128}$ is
+# subnormal, and byte 255 is still NaN.
 
 # %% tags=["export"]
 TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -435,7 +437,7 @@ def _target(context):
     return triple.split("-")[0].replace("arm64", "aarch64"), features.split(",")
 
 
-def nibble_lookups(context) -> Iterator[Callable]:
+def nibble_lookups(context: BaseContext) -> Iterator[Callable]:
     "The look-ups that the target of `context` can run, best first: lookup(context, builder, sixteen bytes, high)."
     arch, features = _target(context)
     if "+avx512f" in features:
@@ -445,7 +447,8 @@ def nibble_lookups(context) -> Iterator[Callable]:
     yield _by_arithmetic
 
 
-def emit_nibbles(context, builder, pointer: ir.Value, lookup: Callable | None = None) -> tuple[ir.Value, ir.Value]:
+def emit_nibbles(context: BaseContext, builder: ir.IRBuilder, pointer: ir.Value,
+                 lookup: Callable | None = None) -> tuple[ir.Value, ir.Value]:
     "Twice the values of the low nibbles and of the high nibbles of the sixteen bytes at `pointer`."
     lookup = lookup or next(nibble_lookups(context))
     packed = builder.load(builder.bitcast(pointer, ir.VectorType(_I8, LANES).as_pointer()), align=1)
@@ -493,7 +496,7 @@ nibbles(every[:16].copy())[:16]
 # %% [markdown]
 # ## 1.3.6 Thirty-two bf16 words at once
 #
-# The target decides also how bf16 is widened. Zero-extending sixteen words and shifting them up are two vector
+# The target decides also how bf16 becomes float32. Zero-extending sixteen words and shifting them up are two vector
 # instructions. A permutation of words that leaves zeros where its mask is off (AVX-512BW) is one, and takes 32 words
 # from one load. LLVM knows that too, and would "improve" it: permuting with zeros as the second table, three
 # instructions. A line of assembly that does nothing keeps from LLVM that the mask is a constant.
@@ -504,7 +507,7 @@ def _half(builder, v, first):
     return builder.shuffle_vector(v, v, _constant(_I32, list(range(first, first + LANES))))
 
 
-def _widened(builder, words):
+def _words_to_floats(builder, words):
     "Thirty-two bf16 words as two vectors of sixteen float32, by permutation."
     upper = builder.asm(ir.FunctionType(_I32, [_I32]), "", "=r,0", [ir.Constant(_I32, 0xaaaaaaaa)], side_effect=False)
     upper.attributes.add("readnone")  # so that it stands once, outside the loop
@@ -515,12 +518,13 @@ def _widened(builder, words):
         yield builder.bitcast(builder.select(upper, twice, ir.Constant(words.type, None)), _VECTOR)
 
 
-def emit_load_two(context, builder, pointer: ir.Value, dtype: types.Type) -> list[ir.Value]:
+def emit_load_two(context: BaseContext, builder: ir.IRBuilder, pointer: ir.Value,
+                  dtype: types.Type) -> list[ir.Value]:
     "The thirty-two elements from `pointer` on, as two vectors of float32."
     element, size = _element(dtype)
     v = builder.load(builder.bitcast(pointer, ir.VectorType(element, 2 * LANES).as_pointer()), align=size)
     if element == _I16 and "+avx512bw" in _target(context)[1]:
-        return list(_widened(builder, v))
+        return list(_words_to_floats(builder, v))
     return [_to_float(builder, _half(builder, v, first)) for first in (0, LANES)]
 
 

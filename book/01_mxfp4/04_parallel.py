@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 1.4 Threads that share a kernel's work
 #
-# A matrix product is many independent pieces, and a machine has several cores. At the end of this chapter a kernel's
-# work is shared among threads in ten lines of the kernel, a failure or a Ctrl-C ends all of them, and nobody waits
-# for a thread that has nothing left to do.
+# A matrix product is many independent sums, and a machine has several cores. At the end of this chapter a kernel's
+# work is shared among threads in ten lines of the kernel, a failure or a Ctrl-C ends all of them, and no thread
+# waits for one that has nothing left to do.
 #
 # [1.3 Sixteen lanes as one value](03_simd.ipynb) ·
 # [contents](../README.md) ·
@@ -52,8 +52,8 @@ rounds = 5  # A B A B ... and the median
 #
 # Two threads may add to the same element at the same moment. The addition is *atomic*: read, add and write are one
 # step that no other thread can enter, so no item is taken twice. Its order `acq_rel` means that everything a thread
-# has stored before its addition is visible to the thread that sees the sum. Whoever reads that all items are done can
-# read their results.
+# has stored before its addition is visible to the thread that sees the sum. A thread that reads that all items are
+# done can read their results.
 
 # %% tags=["export"]
 CORES = numba.config.NUMBA_NUM_THREADS  # cores this process may use
@@ -138,20 +138,18 @@ def busy(n, sums, cursor):
 # locked for ever. A `SimpleQueue` hands over in one call that an interrupt cannot divide. `threading.Thread.start`
 # has the same trouble: it waits, at a lock, until the new thread runs. `_thread.start_new_thread` does not wait.
 #
-# A process that is forked off has none of its parent's threads. It begins with a new queue and no helpers.
+# A process that is forked off has none of its parent's threads. It sees that it is not the process whose helpers these
+# are, and begins with a new queue.
 
 # %% tags=["export"]
 _tasks: SimpleQueue = SimpleQueue()  # at which helpers wait
 _helpers: list[int] = []  # their identities
+_process = os.getpid()  # whose threads they are
 
 
 def _forget_helpers():
-    global _tasks, _helpers
-    _tasks, _helpers = SimpleQueue(), []
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_helpers)
+    global _tasks, _helpers, _process
+    _tasks, _helpers, _process = SimpleQueue(), [], os.getpid()
 
 
 def _help(tasks):
@@ -184,14 +182,14 @@ def threads_for(macs: int, threads: int) -> int:
 # %% [markdown]
 # ## 1.4.3 parallel_for
 #
-# When no chunk is left the caller does not wait until the helpers say that they have ended: that would cost more
-# turns of the interpreter's lock. What counts is that every chunk is done. A helper that wakes late finds no chunk
-# and touches nothing.
+# When no chunk is left the caller does not wait until the helpers say that they have ended: for that each of them
+# would have to take the interpreter's lock. What counts is that every chunk is done. A helper that wakes late finds
+# no chunk and touches nothing.
 #
 # What holds at every moment, Ctrl-C included:
 #
 # - A helper touches the caller's arrays only between the two changes of `_AT_WORK`, and only for chunks that it took.
-# - After `_NEXT` was set to `EXHAUSTED` nobody takes another chunk.
+# - After `_NEXT` was set to `EXHAUSTED` no thread takes another chunk.
 # - So once `_NEXT` is exhausted and `_AT_WORK` is zero, the arrays are the caller's alone. When the caller leaves
 #   with an error, it first makes both true. When it leaves without one, all items are done, and a helper that is
 #   still inside the kernel has no chunk.
@@ -215,6 +213,8 @@ def parallel_for(threads: int, n: int, kernel: Callable, *args: Any) -> None:
     if threads == 1:
         return kernel(n, *args, cursor)
     kernel(0, *args, np.zeros_like(cursor))  # compiles
+    if _process != os.getpid():
+        _forget_helpers()
     while len(_helpers) < min(threads, CORES) - 1:
         _helpers.append(start_new_thread(_help, (_tasks,)))
     try:
@@ -253,7 +253,7 @@ taken = np.zeros(100_000, np.int64)
 for threads in (1, 2, 3):
     parallel_for(threads, len(taken), count, taken)
 assert (taken == 3).all()
-print(f"{len(taken):,} items, each taken once by whoever was free")
+print(f"{len(taken):,} items, each taken once")
 
 # %% [markdown]
 # ## 1.4.4 The price of a second thread

@@ -223,8 +223,8 @@ class _Rows:
 # Element $m$ of a row meets element $m$ of $x$. A step takes 32 elements, a cache line of bf16. The last step of a
 # row may take fewer, sixteen at most.
 #
-# Memory must be asked ahead: what is asked for 1024 elements early has come when its turn is there. Each of the four
-# rows is a stream of its own.
+# Memory must be asked ahead: what is asked for 1024 elements early has arrived when it is needed. Each of the four rows
+# is a stream of its own.
 
 # %% tags=["export"]
 _STEP = 2 * LANES  # elements of a row in one step of the k-loop; also a group of MXFP4
@@ -628,13 +628,14 @@ class PackedMatrix(NamedTuple):
 class NotFinite(ArithmeticError):
     """An infinity or a NaN where a finite number must come out.
 
-    `rows`: (first, end) of the rows of the matrix behind it, None if no matrix is. `matrix`: which matrix, if the layer
-    that multiplies is the only one to know.
+    `rows`: (first, end) of the rows of the matrix behind it, None if no matrix is. `matrix`: which matrix of an expert
+    it is, if the layer that multiplies is the only one to know. `tensor`: the name of the weight that was used last,
+    "" until the model fills it in, because layers know no names.
     """
 
-    def __init__(self, message: str, rows: tuple[int, int] | None = None, matrix: Any = None) -> None:
+    def __init__(self, message: str, rows: tuple[int, int] | None = None, matrix: Any = None, tensor: str = "") -> None:
         super().__init__(message)
-        self.rows, self.matrix = rows, matrix
+        self.rows, self.matrix, self.tensor = rows, matrix, tensor
 
 
 _INFINITE = np.int32(0x7f800000)  # infinity's bits, and below every NaN's; signs aside
@@ -905,7 +906,7 @@ def read_sum(a):
 
 
 def median_seconds(cases):
-    "Median time of each function in `cases`, taken in turn: what disturbs one disturbs all."
+    "Median time of each function in `cases`, called one after another in each round: what disturbs one disturbs all."
     times = {name: [] for name in cases}
     for _ in range(rounds + 1):  # the first round compiles
         for name, run in cases.items():
@@ -916,7 +917,7 @@ def median_seconds(cases):
 
 
 # %% [markdown]
-# The rungs: NumPy widens the matrix and multiplies. A numba loop adds in order, one number after the other.
+# The versions: NumPy converts the matrix and multiplies. A numba loop adds in order, one number after the other.
 # `products` with one row and one token gives each row lanes. `linear` takes four rows at a time and asks ahead. With
 # four tokens each weight is read once for all, and then it matters where $x$ begins.
 
@@ -954,7 +955,7 @@ def row_by_row(n, w, x, out, cursor):
 
 
 # %% [markdown]
-# And one rung to see what asking ahead is worth: the same template, compiled while it does not ask.
+# And one version to see what asking ahead is worth: the same template, compiled while it does not ask.
 
 # %%
 def silent_kernel():
@@ -982,9 +983,9 @@ def silent_kernel():
 
 
 fours = silent_kernel()
-for rung, n in ((row_by_row, 64), (fours, 16)):
+for version, n in ((row_by_row, 64), (fours, 16)):
     one = np.empty((1, 64), np.float32)
-    parallel_for(2, n, rung, (packed, scale), deinterleaved(x[None]), one)
+    parallel_for(2, n, version, (packed, scale), deinterleaved(x[None]), one)
     assert one.tobytes() == fast.tobytes()
 
 # %% tags=["nbval-ignore-output"]
@@ -997,7 +998,7 @@ crooked[:] = x4
 out1, out4 = (np.empty((t, rows), np.float32) for t in (1, 4))
 large = np.ones(80_000_000, np.float32)
 cases = {
-    "numpy: widen, then @": (lambda: bf16_to_float32(w) @ x1[0], 1, 2 + 8 + 8 + 4),
+    "numpy: convert, then @": (lambda: bf16_to_float32(w) @ x1[0], 1, 2 + 8 + 8 + 4),
     "numba: in order": (lambda: in_order(w, x1, out1), 1, 2),
     "row by row, 16 lanes": (lambda: parallel_for(CORES, rows, row_by_row, w, x1, out1), 1, 2),
     "four rows: linear": (lambda: linear(ResidentMatrix(w), x1, out=out1), 1, 2),
@@ -1029,8 +1030,8 @@ def over_all(multiply, count=matrices):
     return lambda: [multiply(P[m], S[m]) for m in range(count)]
 
 
-def shared(rung, rows_an_item):
-    return over_all(lambda p, s: parallel_for(CORES, len(p) // rows_an_item, rung, (p, s), split, y1))
+def shared(version, rows_an_item):
+    return over_all(lambda p, s: parallel_for(CORES, len(p) // rows_an_item, version, (p, s), split, y1))
 
 
 few = 2  # matrices are enough to time the slow ones
@@ -1054,14 +1055,15 @@ for name, (_, count, tokens) in cases.items():
           f"{packed_rates[name] * bytes_each / 1e9:6.1f}")
 
 # %% tags=["nbval-ignore-output"]
-fig, axes = plt.subplots(2, 1, figsize=(6.5, 5))
+fig, axes = plt.subplots(2, 1, figsize=(6.5, 5), sharex=True)
 bars = (("bf16, 12288 × 7168", rates, 2), ("MXFP4, 48 × 3072 × 3584", packed_rates, 0.53125))
 for ax, (title, found, bytes_each) in zip(axes, bars):
-    ax.barh(list(found), [r / 1e9 for r in found.values()])
+    ax.plot([r / 1e9 for r in found.values()], list(found), "o")
     ax.axvline(bandwidth / bytes_each / 1e9, ls="--", c="C1", label="memory, each weight read once")
-    ax.set(xlabel="G weights × tokens a second", xscale="log", title=title)
+    ax.set(xscale="log", title=title)
     ax.invert_yaxis()
-    ax.legend(loc="upper right")
+    ax.legend(loc="lower left")
+axes[1].set_xlabel("G weights × tokens a second")
 plt.show()
 
 # %% [markdown]

@@ -206,7 +206,7 @@ def _power2(n):
 
 
 # %% [markdown]
-# The pieces for $x = 1$: $n$ = 1, the rest is $1 - \ln 2$, and $2^1 (1+q)$ is $e$ to seven digits.
+# The parts for $x = 1$: $n$ = 1, the rest is $1 - \ln 2$, and $2^1 (1+q)$ is $e$ to seven digits.
 
 # %%
 @njit

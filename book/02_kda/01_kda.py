@@ -517,9 +517,9 @@ def one_row_a_pass(heads, arrays, cursor):
 
 
 # %% [markdown]
-# The next rung changes one thing. Above, the sums in `out` are loaded and stored once for each key row, as often as the
-# state itself. Here four rows nest four fused multiply-adds in the order of the keys: a quarter of that traffic, the
-# same bits. The last one to three rows of a head whose width is no multiple of four take the form above.
+# The next version changes one thing. Above, the sums in `out` are loaded and stored once for each key row, as often as
+# the state itself. Here four rows nest four fused multiply-adds in the order of the keys: a quarter of that traffic,
+# the same bits. The last one to three rows of a head whose width is no multiple of four take the form above.
 #
 # A surprise: written as `for i in range(0, n, 4)` the second loop runs several times slower. The likely reason: a
 # negative `i + 1` would count from the end, as in Python, and the compiler cannot rule that out, so it uses no vectors.
@@ -602,10 +602,10 @@ def kda_recurrent(q: np.ndarray, k: np.ndarray, v: np.ndarray, alpha: np.ndarray
 
 
 # %% [markdown]
-# Both rungs pass the fixture; then a head of 128 and one of 35, which leaves three rows over: they agree to the bit.
+# Both versions pass the fixture; then a head of 128 and one of 35, which leaves three rows over: they agree to the bit.
 
 # %%
-def rung(kernel):
+def with_kernel(kernel):
     "`kda_recurrent` with another kernel."
     def recurrent(q, k, v, alpha, beta, S, threads):
         query, delta = np.empty((2, *v.shape[1:]), np.float32)
@@ -615,7 +615,7 @@ def rung(kernel):
     return recurrent
 
 
-one_row = rung(one_row_a_pass)
+one_row = with_kernel(one_row_a_pass)
 inputs = [fixture[n] for n in ("q", "k", "v")] + [np.exp(fixture["g"]), fixture["beta"]]
 for name, recurrent in (("one row", one_row), ("four rows", kda_recurrent)):
     for start, o_name, S_name in ((zero, "o", "final_state"), (given, "o_s0", "final_state_s0")):
@@ -640,12 +640,12 @@ for d in (128, 35):
     assert same
 
 # %% [markdown]
-# The clock, over one token's worth of state, 434 MB. Beside the rungs run two loops that do nothing but move it: one
-# reads it, one reads and writes it. They take turns layer by layer, each at a layer the others have long left, and the
-# best of each layer counts.
+# The time for one token's worth of state, 434 MB. Beside the versions run two loops that do nothing but move it: one
+# reads it, one reads and writes it. The kernels alternate layer by layer, each at a layer that the others have long
+# left, and the best of each layer counts.
 
 # %%
-from numba import prange
+from numba import njit, prange
 
 
 def numpy_step(S):

@@ -23,8 +23,8 @@
 # | $W_g, W_o$ | gate; back to the hidden width | 12288 × 7168; 7168 × 12288 | `W["g_proj"]`, `W["o_proj"]` |
 #
 # The extra dims are named after RoPE, the rotation by position other models apply to them. K3 does not (`mla_use_nope`
-# is true): they are plain numbers. Equations: the published modelling code, and the DeepSeek-V2 report ( 2.1) for the
-# latent form.
+# is true): they are plain numbers. Equations: the published modelling code, and the DeepSeek-V2 report (section 2.1)
+# for the latent form.
 
 # %%
 import time
@@ -56,7 +56,7 @@ _LOWEST, _FAINT = np.float32(-np.inf), np.float32(-60)  # the maximum before any
 
 # %% tags=["parameters"]
 seed = 3
-timed_positions = 1024  # of the ladder in 3.1.8
+timed_positions = 1024  # of the versions timed in 3.1.8
 full_positions = 4096  # of the full-width timing in 3.1.9
 
 # %% [markdown]
@@ -813,9 +813,9 @@ assert np.allclose(p.sum(2), 1, atol=1e-6) and (np.triu(p.transpose(1, 0, 2), 1)
 # %% [markdown]
 # ## 3.1.8 Make it fast
 #
-# One token, 16 heads of K3's width. The rungs: expand keys and values from the cached latents in NumPy; absorb, in
+# One token, 16 heads of K3's width. The versions: expand keys and values from the cached latents in NumPy; absorb, in
 # NumPy; a kernel that reads the cache once per head, scores first, then weights, then context; and the kernel above,
-# where four heads share each row and the cache goes by once.
+# where four heads share each row and the cache is read once.
 
 # %%
 @kernel
@@ -854,8 +854,8 @@ def absorb(kv_b, q, cache, v, kernel=None):
 
 
 # %% [markdown]
-# Every rung gives the answer before it is timed. Bytes are what has to move from memory: the weights of 16 heads in
-# float32, or in bf16 for the last rung, and the cache as often as it is read. NumPy's matrix products here are BLAS;
+# Every version gives the answer before it is timed. Bytes are what has to move from memory: the weights of 16 heads in
+# float32, or in bf16 for the last version, and the cache as often as it is read. NumPy's matrix products here are BLAS;
 # the exported path has none.
 
 # %%
@@ -863,7 +863,7 @@ w, q, rows = case(16, nope, rope, v_dim, latent, 1, timed_positions - 1)
 w = bf16_to_float32(to_bf16(w))
 resident = ResidentMatrix(to_bf16(w))
 cache_bytes = rows.nbytes
-ladder = [
+versions = [
     ("expand, NumPy", lambda: expand(w, q, rows, v_dim), w.nbytes + cache_bytes + 2 * timed_positions * 16 * 256 * 4),
     ("absorb, NumPy", lambda: absorb(w, q, rows, v_dim), w.nbytes + 2 * cache_bytes),
     ("absorb, one head at a time", lambda: absorb(w, q, rows, v_dim, _plain), w.nbytes + 32 * cache_bytes),
@@ -871,8 +871,8 @@ ladder = [
      w.nbytes // 2 + 2 * cache_bytes),
 ]
 expected = absorbed64(w, q, rows, timed_positions - 1, v_dim)[0]
-for name, rung, nbytes in ladder:
-    far = off(rung().reshape(16, -1), expected)
+for name, version, nbytes in versions:
+    far = off(version().reshape(16, -1), expected)
     print(f"{name:28} {nbytes / 1e6:6.1f} MB moved, within 1e-5: {far < TOLERANCE}")
     assert far < TOLERANCE
 
@@ -888,8 +888,8 @@ def median_seconds(work, repeat=9, clock=time.perf_counter):
 
 
 fma = 16 * timed_positions * absorbed_fma
-for name, rung, _ in ladder:
-    seconds = median_seconds(rung)
+for name, version, _ in versions:
+    seconds = median_seconds(version)
     print(f"{name:28} {seconds * 1e3:7.2f} ms, {fma / seconds / 1e9:5.1f} G useful multiply-adds/s")
 
 

@@ -30,6 +30,7 @@ import matplotlib.pyplot as plt
 from safetensors.numpy import load_file
 
 from k3lib.checkpoint import Checkpoint
+from k3lib.tensors import ATTENTION_NORMS, FINAL, tensor_name
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 plt.style.use(ROOT / "book" / "k3.mplstyle")
@@ -365,11 +366,13 @@ checkpoint = Checkpoint(ROOT / "fixtures/oracle13/model")
 hidden, finished = oracle["hidden_after_layer"], oracle["residual_blocks"]
 
 
-def tensors(*names):
-    return [checkpoint.tensor(f"language_model.model.{name}.weight").reshape(-1) for name in names]
+def mix_weights(L=None):
+    "Norm weight and projection of the mix before layer L's attention, or of the final mix."
+    names = FINAL[:2] if L is None else [tensor_name(L, "norms", short) for short in ATTENTION_NORMS[:2]]
+    return [checkpoint.tensor(name).reshape(-1) for name in names]
 
 
-output_w = tensors("output_attn_res_norm", "output_attn_res_proj")
+output_w = mix_weights()
 stack = np.concatenate([finished, hidden[12:]])
 h = mix(stack, 6, *output_w, 1e-5, np.empty(hidden.shape[1:], np.float32))
 print("output mix within 1e-5:", off(h, oracle["hidden_output_mix"]) < TOLERANCE)
@@ -387,8 +390,7 @@ table = np.full((13, 6), np.nan)
 for L in range(1, 14):
     done = -(-L // 3) if L < 13 else 5
     b = np.concatenate([finished[:done], hidden[L - 1:L]])
-    names = (f"layers.{L}.self_attention_res_norm", f"layers.{L}.self_attention_res_proj")
-    a = depth_weights(b, done + 1, *(tensors(*names) if L < 13 else output_w), 1e-5).mean(1)
+    a = depth_weights(b, done + 1, *(mix_weights(L) if L < 13 else output_w), 1e-5).mean(1)
     table[L - 1, :done], table[L - 1, 5] = a[:-1], a[-1]
 assert np.allclose(np.nansum(table, 1), 1, atol=1e-6)
 
@@ -479,8 +481,8 @@ print(f"arithmetic: {sum(counts) * 3 * width / 1e6:.0f} M multiply-adds a token 
 # ## 3.2.8 Make it fast
 #
 # The plain form writes the normed sources, their products and the weighted sources to memory before it adds them up. In
-# the kernel a source is only read, and a token's nine sources of 28 KB stay in the core's cache. Every rung passes the
-# fixture first.
+# the kernel a source is only read, and a token's nine sources of 28 KB stay in the core's cache. Every version passes
+# the fixture first.
 
 # %%
 def mix_numpy32(sources, norm_w, proj_w, eps):
@@ -494,20 +496,20 @@ def fused(sources, norm_w, proj_w, eps):
     return mix(sources, len(sources), norm_w, proj_w, eps, np.empty(sources.shape[1:], np.float32))
 
 
-ladder = [("NumPy, float64", mix64, 8 * 8), ("NumPy, float32", mix_numpy32, 8 * 4), ("kernel", fused, 3 * 4)]
-for name, rung, per_element in ladder:
-    far = off(rung(sources, norm_w, proj_w, 1e-5), fixture["out_9"])
+versions = [("NumPy, float64", mix64, 8 * 8), ("NumPy, float32", mix_numpy32, 8 * 4), ("kernel", fused, 3 * 4)]
+for name, version, per_element in versions:
+    far = off(version(sources, norm_w, proj_w, 1e-5), fixture["out_9"])
     print(f"{name:16} about {9 * width * per_element / 1e6:.1f} MB moved a mix of 9, within 1e-5: {far < TOLERANCE}")
     assert far < TOLERANCE
 
 # %% tags=["nbval-ignore-output"]
 wide = rng.normal(size=(9, 1, width)).astype(np.float32)
 wide_norm, wide_proj = np.ones(width, np.float32), rng.normal(0, .02, width).astype(np.float32)
-for name, rung, _ in ladder:
+for name, version, _ in versions:
     times = []
     for _ in range(50):
         began = time.perf_counter()
-        rung(wide, wide_norm, wide_proj, 1e-5)
+        version(wide, wide_norm, wide_proj, 1e-5)
         times.append(time.perf_counter() - began)
     print(f"{name:16} {np.median(times) * 1e6:8.1f} us a mix of 9, "
           f"{np.median(times) * 186e3:6.1f} ms for the 186 of a token, at most")

@@ -90,9 +90,9 @@ for k in (2, 3):
 
 
 # %% [markdown]
-# Why a bias at all? The name says *correction*, and the DeepSeek-V3 report ( 2.1.2), whose router has the same form,
-# nudges such a bias during training until all experts get similar loads. That K3 was trained this way is a guess; its
-# arithmetic is not.
+# Why a bias at all? The name says *correction*, and the DeepSeek-V3 report (section 2.1.2), whose router has the same
+# form, nudges such a bias during training until all experts get similar loads. That K3 was trained this way is a guess;
+# its arithmetic is not.
 #
 # ## 4.1.3 One pass, in float32
 #
@@ -124,6 +124,10 @@ def _route(logits, bias, scale, best, ids, weights):
             weights[t, r] = weights[t, r] / (total + _TINY) * scale
 
 
+# %% [markdown]
+# The function around the kernel refuses what the kernel could not notice (4.1.7).
+
+# %% tags=["export"]
 def route(logits: np.ndarray, bias: np.ndarray, k: int, scale: float) -> tuple[np.ndarray, np.ndarray]:
     """(ids int32 [T, k], weights float32 [T, k]) in rank order, for `logits` float32 [T, E] and `bias` float32 [E].
 
@@ -301,7 +305,7 @@ assert abs(np.mean(entered) - expected) < 10
 
 
 # %% [markdown]
-# Each rung of the ladder passes the fixture before it is timed. Its memory is what it writes besides the result: the
+# Each version passes the fixture before it is timed. Its memory is what it writes besides the result: the
 # score table, its sum with the bias and the permutation, or sixteen numbers.
 
 # %%
@@ -313,17 +317,17 @@ def route_sort(logits, bias, k, scale):
     return ids, w / (w.sum(1, keepdims=True) + np.float32(1e-20)) * np.float32(scale)
 
 
-ladder = [("sort, float64", route_reference, 896 * (8 + 8 + 8)), ("sort, float32", route_sort, 896 * (4 + 4 + 8)),
-          ("one pass, list of 16", route, 16 * 4)]
-for name, rung, _ in ladder:
-    assert off(spread(*rung(logits, bias, 16, 1.0))) < 1e-5, name
+versions = [("sort, float64", route_reference, 896 * (8 + 8 + 8)), ("sort, float32", route_sort, 896 * (4 + 4 + 8)),
+            ("one pass, list of 16", route, 16 * 4)]
+for name, version, _ in versions:
+    assert off(spread(*version(logits, bias, 16, 1.0))) < 1e-5, name
 
 # %% tags=["nbval-ignore-output"]
-for name, rung, scratch in ladder:
+for name, version, scratch in versions:
     times = []
     for _ in range(50):
         began = time.perf_counter()
-        rung(logits, bias, 16, 1.0)
+        version(logits, bias, 16, 1.0)
         times.append(time.perf_counter() - began)
     print(f"{name:22} {np.median(times) / len(logits) * 1e6:6.1f} us a token, {scratch:6,} bytes of scratch a token")
 

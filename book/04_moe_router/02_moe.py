@@ -34,7 +34,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from safetensors.numpy import load_file
 
-from k3lib.matmul import PackedMatrix, ResidentMatrix
+from k3lib.matmul import ResidentMatrix
 from k3lib.mxfp4 import decode
 from k3lib.parallel import CORES
 
@@ -306,10 +306,8 @@ assert len(sums) > 1
 
 
 # %% [markdown]
-# So answers are stored until all have been computed, and the sum runs in rank order. The (token, rank) pairs of a chunk
-# are sorted by expert: the tokens of one expert become neighbouring rows, written by one product, and `place` says
-# where each pair went. Those rows belong to that expert alone, so `experts.map` may call for several experts at once,
-# on any thread.
+# So answers are stored until all have been computed, and the sum runs in rank order. The layer does not ask where an
+# expert comes from. It says early which ones it needs, and later hands over the work to do with each of them.
 
 # %% tags=["export"]
 class LayerExperts(Protocol):
@@ -322,6 +320,12 @@ class LayerExperts(Protocol):
         "Call work(id, expert) once for each requested expert, in any order, on at most `threads` threads at once."
 
 
+# %% [markdown]
+# The (token, rank) pairs of a chunk are sorted by expert: the tokens of one expert become neighbouring rows, written by
+# one product, and `place` says where each pair went. Those rows belong to that expert alone, so `experts.map` may call
+# for several experts at once, on any thread.
+
+# %% tags=["export"]
 @kernel
 def _weighted_sum(rows, place, weights, out):
     "out[t] = sum over ranks r of weights[t, r] * rows[place[t, r]], in rank order."
@@ -334,6 +338,7 @@ def _weighted_sum(rows, place, weights, out):
                 out[t, i] = fma(w, row[i], out[t, i])
 
 
+# %% tags=["export"]
 def routed_sum(experts: LayerExperts, z: np.ndarray, ids: np.ndarray, weights: np.ndarray, situ: Situ,
                threads: int) -> np.ndarray:
     """u[t] = sum over ranks r of weights[t, r] * (expert ids[t, r] of z[t]), float32 [T, L], in rank order.
@@ -547,8 +552,8 @@ print(f"seen by the plain case alone: {len(mistakes) - hidden} of {len(mistakes)
 # %%
 fig, ax = plt.subplots(figsize=(6, 3.6))
 rows = np.arange(len(mistakes))
-for case, color, shift in (("plain", "C0", .2), ("quiet", "C1", -.2)):
-    ax.barh(rows - shift, [max(table[m][case == "quiet"], 1e-8) for m in mistakes], .38, color=color, label=case)
+for case, marker in (("plain", "o"), ("quiet", "s")):
+    ax.plot([table[m][case == "quiet"] for m in mistakes], rows, marker, label=case)
 ax.axvline(1e-5, ls="--", lw=.8, color="C5", label="tolerance")
 ax.set(xscale="log", xlim=(1e-8, 1e3), xlabel="largest difference from the fixture, relative",
        title=f"{hidden} of {len(mistakes)} mistakes pass unless the experts whisper")
@@ -561,9 +566,9 @@ plt.show()
 # %% [markdown]
 # ## 4.2.7 Make it fast
 #
-# Two ladders. The first is SiTU over 6,144 channels: numpy writes an array for every operation, the kernel one. With
-# its result written over its input the kernel falls back to one channel at a time, because vectors are safe only where
-# nothing overlaps, and that is tested as it runs. Hence the third buffer in `expert_mlp`.
+# Two comparisons. The first is SiTU over 6,144 channels: numpy writes an array for every operation, the kernel one.
+# With its result written over its input the kernel falls back to one channel at a time, because vectors are safe only
+# where nothing overlaps, and that is tested as it runs. Hence the third buffer in `expert_mlp`.
 
 # %%
 def seconds(f, repeat=15):
@@ -623,17 +628,17 @@ def once(expert, z):
 expert = random_expert(rng, latent, intermediate)
 z = rng.normal(size=(8, latent)).astype(np.float32)
 packed_bytes, wide_bytes = sum(a.nbytes for matrix in expert for a in matrix), 3 * latent * intermediate * 4
-ladder = [("unpacked to float32", unpack, packed_bytes + 2 * wide_bytes),
-          ("packed, token by token", token_by_token, 8 * packed_bytes), ("packed, once for all", once, packed_bytes)]
+versions = [("unpacked to float32", unpack, packed_bytes + 2 * wide_bytes),
+            ("packed, token by token", token_by_token, 8 * packed_bytes), ("packed, once for all", once, packed_bytes)]
 plain = unpack(expert, z)
-for name, rung, _ in ladder:
-    assert np.abs(rung(expert, z) - plain).max() < 1e-5 * np.abs(plain).max(), name
+for name, version, _ in versions:
+    assert np.abs(version(expert, z) - plain).max() < 1e-5 * np.abs(plain).max(), name
 assert once(expert, z).tobytes() == token_by_token(expert, z).tobytes()
 print(f"one expert: {packed_bytes:,} bytes packed, {wide_bytes:,} as float32")
 
 # %% tags=["nbval-ignore-output"]
-for name, rung, moved in ladder:
-    print(f"{name:24} {seconds(lambda: rung(expert, z), 3) * 1e3:7.1f} ms for 8 tokens, {moved / 1e6:6.1f} MB moved")
+for name, version, moved in versions:
+    print(f"{name:24} {seconds(lambda: version(expert, z), 3) * 1e3:7.1f} ms for 8 tokens, {moved / 1e6:6.1f} MB moved")
 
 # %% [markdown]
 # What is left is Python's share: three products, a gather and the bookkeeping of one expert, measured on one too small
@@ -663,7 +668,7 @@ print(f"answers stored until the sum: {16 * 3584 * 4:,} bytes a token")
 
 # %% [markdown]
 # In a chunk each trunk byte and each chosen expert is read once. How many experts that is depends on how alike the
-# tokens are; unrelated ones, drawn here at random, are the worst case. The counts come from `routed_sum` on tiny
+# tokens are; unrelated ones, made here at random, are the worst case. The counts come from `routed_sum` on tiny
 # stand-ins, 896 of them.
 
 # %%

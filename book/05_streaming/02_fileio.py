@@ -1,20 +1,20 @@
 # %% [markdown]
 # # 5.2 Files read whole or refused, written whole or not at all
 #
-# A model is 1.56 TB in files that were downloaded for hours, and every one of them may be cut short, damaged or
-# exchanged. At the end of this chapter you can read a file so that no such fault passes for data, and write one so
-# that a power cut leaves the old file or the new, never half of either.
+# A model is 1.56 TB in files that took hours to download, and each of them may be truncated, damaged or replaced. At
+# the end of this chapter you can read a file so that no such fault is taken for data, and write one so that a power cut
+# leaves the old file or the new one, never a part of either.
 #
 # [5.1 What depends on the operating system](01_system.ipynb) ·
 # [contents](../README.md) ·
-# [5.3 A config that is believed, or refused](03_config.ipynb)
+# [5.3 A config that is accepted, or refused](03_config.ipynb)
 
 # %% tags=["export"]
 import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -32,14 +32,14 @@ folder = Path(scratch.name)
 # %% [markdown]
 # ## 5.2.1 Three kinds of error
 #
-# Who runs the engine wants to know whether to repair the command, the download, or neither. So an error carries its
-# exit code: 2 for a request that cannot be served, 4 for weights that are missing or damaged, 1 for anything else.
-# Later chapters name their own kinds under these. A `UsageError` is a `ValueError` too, which Python's users expect
-# of a bad argument.
+# The user of the engine must know what to repair: the command, the download, or neither. So each class of error carries
+# the exit code of the command line: 2 for a request that cannot be served, 4 for weights that are missing or damaged, 1
+# for anything else. Later chapters derive classes of their own from these. A `UsageError` is also a `ValueError`, which
+# is what Python raises for a bad argument.
 
 # %% tags=["export"]
 class K3Error(Exception):
-    "Any error that this package explains in one line. `exit_code` is what the command line ends with."
+    "Any error that this package explains in one line. `exit_code` is the exit code of the command line."
 
     exit_code = 1
 
@@ -59,17 +59,21 @@ class CheckpointError(K3Error):
 # %% [markdown]
 # ## 5.2.2 Bytes from a file
 #
-# A read may deliver less than asked and never more than 2 GiB; a K3 vocabulary table is 2.35 GB. So a read is a
-# loop, and only zero bytes mean the end. `where` names the file and the tensor for the reader of a message.
+# One call may read fewer bytes than it was asked for, and never reads more than 2 GiB; K3's embedding has 2.35 GB. So a
+# read is a loop, which ends early only when a call returns no bytes: the file ends there. `where` names the file and
+# the tensor in the error message.
 
 # %% tags=["export"]
-READ_MAX = 1 << 30  # bytes asked of one call: Linux delivers at most 2 GiB - 4 KiB, macOS refuses more than 2 GiB
+READ_MAX = 1 << 30  # bytes asked of one call: Linux reads at most 2 GiB - 4 KiB, macOS refuses more than 2 GiB
 
 
-def read_exactly(file: FileIO, view: bytearray | memoryview, offset: int, where: str | Path) -> None:
-    """Fill the writable bytes `view` from byte `offset` of the unbuffered `file`; `where` names the bytes in an error.
+def read_exactly(
+    file: BinaryIO, view: bytearray | memoryview, offset: int, where: str | os.PathLike[str]
+) -> None:
+    """Fill the writable bytes `view` from byte `offset` of `file`; `where` names the bytes in an error message.
 
-    Raises CheckpointError if the file ends early, cannot be read, or was closed.
+    The file's position and its buffer, if it has any, are not used. Raises CheckpointError if the file ends early,
+    cannot be read, or is closed.
     """
     view, done = memoryview(view), 0
     try:
@@ -83,12 +87,13 @@ def read_exactly(file: FileIO, view: bytearray | memoryview, offset: int, where:
 
 
 # %% [markdown]
-# Opening has traps of its own. A pipe would wait for ever, a folder opens on some systems, and a broken link says no
-# more than "no such file". Links that lead somewhere are followed: the caches of model hubs are made of them.
+# Opening a path has traps of its own. A pipe would wait for a writer for ever. A folder can be opened on some systems.
+# A broken link fails with "no such file", though a file of that name is listed. Links that are not broken are followed:
+# the caches of model hubs consist of links.
 
 # %% tags=["export"]
-def _open(path: str | Path) -> FileIO:
-    "The file at `path`, open and unbuffered. OSError if it is no regular file; FileNotFoundError if there is none."
+def _open(path: str | os.PathLike[str]) -> FileIO:
+    "The file at `path`, open and unbuffered. Raises OSError if it is not a regular file, FileNotFoundError if absent."
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -98,7 +103,7 @@ def _open(path: str | Path) -> FileIO:
     return open(path, "rb", buffering=0)
 
 
-def open_shard(path: str | Path) -> FileIO:
+def open_shard(path: str | os.PathLike[str]) -> FileIO:
     "The file at `path`, open and unbuffered. Raises CheckpointError if it cannot be opened."
     try:
         return _open(path)
@@ -106,10 +111,10 @@ def open_shard(path: str | Path) -> FileIO:
         raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from None
 
 
-def small_file(path: str | Path, most: int, error: type[Exception]) -> bytes:
-    """All bytes of a file of 1 to `most`. Its size is judged before the first byte is read.
+def small_file(path: str | os.PathLike[str], most: int, error: type[Exception]) -> bytes:
+    """All bytes of a file that has 1 to `most` of them. The size is checked before the first byte is read.
 
-    Raises FileNotFoundError if there is no such file, `error` if its size is another or it cannot be read.
+    Raises FileNotFoundError if the file does not exist, `error` if it has another size or cannot be read.
     """
     try:
         with _open(path) as file:
@@ -134,24 +139,24 @@ with open_shard(folder / "three") as file:
                     lambda: open_shard(folder), lambda: small_file(folder / "three", 2, UsageError)):
         try:
             attempt()
-            raise AssertionError("believed")
+            raise AssertionError("accepted")
         except (CheckpointError, UsageError) as error:
             print(f"exit code {error.exit_code}: {str(error).replace(str(folder), '.')}")
 
 # %% [markdown]
 # ## 5.2.3 JSON, read strictly
 #
-# Python's JSON reader is lenient where it matters: of two equal names it keeps the last, and it reads `NaN`. So each
-# object is checked for equal names as it closes. Nesting has a bound of its own: what Python parses at one depth of
-# calls it may fail to print at another. Headers (5.5), configs (5.3) and vocabularies (5.21) are read by the same
-# function.
+# Python's JSON reader is lenient: if an object holds a name twice, it keeps the last value and says nothing. So each
+# object is checked for equal names when its closing brace is read. Nesting has a bound of its own, because Python
+# parses and prints nested values by recursion, and printing may hit Python's recursion limit where parsing just
+# passed. Headers (5.5), configs (5.3) and vocabularies (5.21) are read by this one function.
 
 # %% tags=["export"]
 DEPTH_MAX = 16  # lists and objects inside one another: a header has 3, a config 6
 
 
 def shown_value(value: object) -> str:
-    "A value out of a file for an error message: one line of at most 120 characters."
+    "A value from a file as text for an error message: one line of at most 120 characters."
     text = repr(value)
     return text if len(text) <= 120 else text[:117] + "..."
 
@@ -166,15 +171,17 @@ def _is_deep(tree: dict) -> bool:
 
 
 # %% tags=["export"]
-def json_object(text: bytes | bytearray, where: str | Path, error: type[Exception] = CheckpointError) -> dict:
-    """The JSON object in the bytes `text`, which `where` names in a message.
+def json_object(
+    text: bytes | bytearray, where: str | os.PathLike[str], error: type[Exception] = CheckpointError
+) -> dict:
+    """The JSON object in the bytes `text`; `where` names the text in an error message.
 
-    Raises `error` if the text is no JSON object in UTF-8, has a name twice in one object, or nests more than
+    Raises `error` if the text is not a JSON object in UTF-8, has a name twice in one object, or nests more than
     DEPTH_MAX deep.
     """
     def unique(pairs):
         found = dict(pairs)
-        "".join(found).encode("utf-8")  # half a surrogate pair is JSON, but a name of it could not be printed
+        "".join(found).encode("utf-8")  # half a surrogate pair is valid JSON, but a name with one cannot be printed
         if len(found) < len(pairs):
             twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
             raise error(f"{where}: name {shown_value(twice)} found twice, expected once")
@@ -197,22 +204,22 @@ def json_object(text: bytes | bytearray, where: str | Path, error: type[Exceptio
 for text in b'{"a": 1, "a": 2}', b"[]", b'{"a": ' + b"[" * 20 + b"]" * 20 + b"}", b'{"a": \xff}':
     try:
         json_object(text, "toy")
-        raise AssertionError("believed")
+        raise AssertionError("accepted")
     except CheckpointError as error:
         print(error)
 
 # %% [markdown]
-# ## 5.2.4 The same file as before?
+# ## 5.2.4 Is it still the same file?
 #
-# A run of days reads files that someone may replace meanwhile. Four numbers tell: another device or inode is another
-# file, another length or time of writing is the same file with other bytes.
+# During a run of several days someone may replace a file. Four numbers reveal it. If the device or the inode differs,
+# it is another file; if the length or the time of the last write differs, it is the same file with other bytes.
 
 # %% tags=["export"]
 Fingerprint = tuple[int, int, int, int]
 
 
 def fingerprint(status: os.stat_result) -> Fingerprint:
-    "(device, inode, bytes, time of the last write in ns) of an os.stat: another once a file is replaced or written to."
+    "(device, inode, bytes, time of the last write in ns) from an os.stat. Replacing or writing the file changes it."
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
@@ -226,13 +233,13 @@ assert fingerprint(os.stat(folder / "three")) != before, "equal bytes, another f
 # %% [markdown]
 # ## 5.2.5 Written whole
 #
-# A full disk is reported by Python without the name of the file, and sometimes only when the file is closed.
-# `writing` adds the name and the place.
+# When the disk is full, Python's error does not name the file, and may come only when the file is closed. `writing`
+# adds the file's name and the byte at which writing failed.
 
 # %% tags=["export"]
 @contextmanager
-def writing(path: str | Path) -> Iterator[BinaryIO]:
-    "open(path, 'wb') for a `with` block. An OSError names the file and the byte at which it could not be written."
+def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    "open(path, 'wb') for a `with` block. An OSError names the file and the byte at which writing failed."
     file = open(path, "wb")
     try:
         yield file
@@ -241,23 +248,25 @@ def writing(path: str | Path) -> Iterator[BinaryIO]:
         place = f"{path}: writing at byte {os.lseek(file.fileno(), 0, os.SEEK_CUR):,} failed: {error.strerror}"
         raise OSError(error.errno, place) if error.filename is None else error from None
     finally:
-        with suppress(OSError):  # bytes that could not be written above cannot be written by close() either
+        with suppress(OSError):  # close() tries once more to write what flush() could not
             file.close()
 
 
 # %% [markdown]
-# A reader must never meet half a file under its final name. So the bytes go to a hidden file beside it; when they are
-# on the disk, the name is given to them in one step, and the folder is synced because it holds the name (5.1.4).
-# Between the two a caller may compare what was written: the trunk's copy of 5.19 gets its name only if it equals the
-# original.
+# A file must never be found incomplete under its final name. So the bytes go to a hidden file in the same folder. When
+# they are on the disk, the hidden file is renamed, in one step, and the folder is synced because it holds the name
+# (5.1.4). Before the renaming a caller may check what was written: the copy of the trunk in 5.19 gets its name only if
+# it equals the original.
 
 # %% tags=["export"]
 @contextmanager
-def whole_file(path: str | Path, check=None) -> Iterator[BinaryIO]:
+def whole_file(
+    path: str | os.PathLike[str], check: Callable[[Path], object] | None = None
+) -> Iterator[BinaryIO]:
     """writing() for a `with` block, to a file that is complete and on the disk before it gets the name `path`.
 
-    `check(part)`, if given, is called with the path of the complete file before it gets its name. If anything raises,
-    the old file at `path` stays as it was and nothing else is left.
+    `check(part)`, if given, is called with the path of the complete file before it gets its name. If the block or
+    `check` raises, the old file at `path` stays as it was and the new one is removed.
     """
     path = Path(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -275,7 +284,7 @@ def whole_file(path: str | Path, check=None) -> Iterator[BinaryIO]:
 
 
 # %% [markdown]
-# **Check.** An error in the middle of writing, and one after it: the old file stays, and no third one.
+# **Check.** An error during writing, and one in `check`: each time the old file stays, and no other file is left.
 
 # %%
 def refuse(part):
@@ -299,12 +308,13 @@ scratch.cleanup()
 # %% [markdown]
 # ## 5.2.6 Summary
 #
-# - A read ends with all bytes or one line that says which file, where, how many came and how many were expected.
-# - JSON with a name twice, or nested deep, is refused: a lenient reader would choose for us.
-# - A file is written beside its name, synced, and renamed: a reader finds the old one or the new one.
+# - A read ends with all bytes, or with one line: which file, at which offset, how many bytes came and how many were
+#   expected.
+# - JSON with a name twice, or nested too deep, is refused. A lenient reader would choose one of the two values.
+# - A file is written under a hidden name, synced, and renamed. A reader finds the old file or the new one.
 #
 # **Exercises.**
-# 1. Leave out the `fsync` in `whole_file`. Which crash does it guard against, and why does no test here turn red?
+# 1. Leave out the `fsync` in `whole_file`. Which crash does it guard against, and why does the check above still pass?
 # 2. Two processes write the same path with `whole_file` at once. What can a reader find?
-# 3. Make a file of equal length and equal time of writing with other bytes. Which of the four numbers of
-#    `fingerprint` differs?
+# 3. Replace a file by one of equal length and equal time of the last write, but with other bytes. Which of the four
+#    numbers of `fingerprint` differs?

@@ -1,9 +1,9 @@
 # %% [markdown]
-# # 5.3 A config that is believed, or refused
+# # 5.3 A config that is accepted, or refused
 #
-# Everything this engine knows about the shape of Kimi K3 it reads from one small file, `config.json`. After this
-# chapter you can turn that file into 30 numbers that the rest of the book relies on, or say in one line why you will
-# not.
+# Everything that this engine knows about the shape of Kimi K3 it reads from one small file, `config.json`. At the end
+# of this chapter you can turn that file into 30 numbers that the rest of the book relies on, or refuse it with one line
+# that says why.
 #
 # [5.2 Files read whole or refused, written whole or not at all](02_fileio.ipynb) ·
 # [contents](../README.md) ·
@@ -20,9 +20,9 @@ ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_
 plt.style.use(ROOT / "book" / "k3.mplstyle")
 
 # %% [markdown]
-# A wrong byte in a weight damages one number. A wrong number in the config damages all of them, and still prints
-# fluent text: an epsilon ten times too small, one layer of the wrong kind, another activation. So there is no default
-# here. A value is read from the file or the file is refused.
+# A wrong byte in a weight damages one number. A wrong number in the config damages all of them, and no program crashes:
+# an epsilon ten times too small, one layer of the wrong kind, another activation. So no field has a default here. A
+# value is read from the file, or the file is refused.
 #
 # | symbol | meaning | in K3 | name in code |
 # |---|---|---|---|
@@ -36,12 +36,13 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 #
 # ## 5.3.1 The file
 #
-# The strict JSON reader of 5.2.3 serves here, behind a size that is judged before the first byte is read. The
-# released file has some thousand bytes; 4 MB would hold a list of exceptions with every trunk tensor's name in it
-# thirty times over, and even hostile text of that size stays under 100 MB as Python's objects.
+# The file is read by the strict JSON reader of 5.2.3, and its size is checked before the first byte is read. The
+# released file has a few thousand bytes. The bound of 4 MB leaves room for a long list of tensor names in the
+# quantization's exceptions, and hostile text of that size makes less than 100 MB of Python objects.
 
 # %% tags=["export"]
 import json
+import os
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,13 +66,13 @@ def shown(value: object) -> str:
 MAX_CONFIG_BYTES = 4_000_000
 
 
-def load_json(path: Path) -> dict:
-    "The JSON object in the file `path`. ConfigError if it has over 4 MB, nests deep or has a key twice."
+def load_json(path: str | os.PathLike[str]) -> dict:
+    "The JSON object in the file `path`. Raises ConfigError if it has over 4 MB, nests too deep or has a key twice."
     return json_object(small_file(path, MAX_CONFIG_BYTES, ConfigError), path, ConfigError)
 
 
 # %% [markdown]
-# By hand: a two-line object with a key given twice, and lists a hundred deep. Python's own reader takes the last key.
+# By hand: an object with a key given twice, and lists a hundred deep. Python's own reader keeps the last value.
 
 # %%
 scratch = Path(tempfile.mkdtemp())
@@ -81,21 +82,21 @@ for text in twice, deep:
     (scratch / "config.json").write_text(text)
     try:
         load_json(scratch / "config.json")
-        raise AssertionError("believed")
+        raise AssertionError("accepted")
     except ConfigError as e:
         print("load_json: ", e.args[0].split("config.json")[1].lstrip(": "))
 
 
 # %% [markdown]
-# ## 5.3.2 Faults are collected, then told together
+# ## 5.3.2 Faults are collected, then reported together
 #
-# To repair a config, nobody should have to run the engine once for each missing field. A `Reading` follows dotted
-# paths through the tree and fills two lists: the fields that are missing, and the values that are wrong.
+# Repairing a config should not take one run of the engine for each missing field. A `Reading` follows dotted paths
+# through the tree and fills two lists: the fields that are missing, and the values that are wrong.
 
 # %% tags=["export"]
 @dataclass
 class Reading:
-    "A config tree being read. `missing` fields and `wrong` values are collected, so that one message names them all."
+    "A config tree and the faults found in it: `missing` fields and `wrong` values, so that one message names them all."
 
     tree: dict
     missing: list[str] = field(default_factory=list)
@@ -109,7 +110,7 @@ class Reading:
         return value
 
     def need(self, path: str) -> Any:
-        "Like get, and records what is missing: the field, or the whole object that should hold it."
+        "Like get, and records a missing field: its path, or the path of the whole object that should hold it."
         value, keys = self.get(path), path.split(".")
         if value is None:
             absent = next(p for i in range(len(keys)) if self.get(p := ".".join(keys[: i + 1])) is None)
@@ -121,12 +122,12 @@ class Reading:
         return value
 
     def expect(self, path: str, found: object, expected: str) -> None:
-        "Records a fault at `path`: what was found, what was expected."
+        "Record a fault at `path`: the value found, and what was expected."
         self.wrong.append(f"{path} is {shown(found)}, expected {expected}")
 
 
 # %% [markdown]
-# Each kind of field has its own question. Each answers with the value, or records a fault and answers with None.
+# Each kind of field has its own method. It returns the value, or records a fault and returns None.
 
 # %% tags=["export"]
 class Reading(Reading):
@@ -147,13 +148,13 @@ class Reading(Reading):
         return None
 
     def fixed(self, path: str, expected: object) -> None:
-        "Records a fault unless the value at `path`, if there is one, is `expected` in value and type."
+        "Record a fault unless the field at `path` is absent or equals `expected` in value and type."
         found = self.get(path)
         if found is not None and (type(found) is not type(expected) or found != expected):
             self.expect(path, found, f"{shown(expected)}, the only value implemented")
 
     def either(self, name: str, needed: bool = False) -> tuple[str, Any]:
-        "Path and value of a field that may be in text_config, at the top, or in both if they agree."
+        "Path and value of a field that may stand in text_config, at the top, or in both if they agree."
         inner, outer = self.get(f"text_config.{name}"), self.get(name)
         if inner is not None and outer is not None and inner != outer:
             self.expect(name, outer, f"{shown(inner)} as in text_config.{name}")
@@ -177,12 +178,10 @@ print("missing:", *toy.missing)
 print("wrong:  ", *toy.wrong, sep="\n  ")
 
 # %% [markdown]
-# ## 5.3.3 What is asked of the file
+# ## 5.3.3 The fields that are read
 #
-# Four tables hold every field that is read. Integers and reals come with the range in which they are believed: the
-# upper ends are ten or more times K3's own numbers, and an absurd size is refused before anything is allocated for
-# it. `FIXED` holds the choices this book derives: SiTU, sigmoid routing without groups, no rotary embedding. Any
-# other value is another model.
+# Four tables hold every field. Integers and reals have a range in which they are accepted. The upper ends are ten or
+# more times K3's own numbers; a larger size is refused before anything is allocated for it.
 
 # %% tags=["export"]
 INTEGERS = {
@@ -208,7 +207,7 @@ INTEGERS = {
     "linear_attn_config.short_conv_kernel_size": ("kda_conv_kernel", 2, 64),
 }
 
-
+# %% tags=["export"]
 REALS = {
     "rms_norm_eps": ("rms_norm_eps", 1e-12, 1.0),
     "routed_scaling_factor": ("routed_scaling_factor", 1e-6, 1e6),
@@ -217,7 +216,12 @@ REALS = {
     "linear_attn_config.gate_lower_bound": ("kda_gate_lower_bound", -1e3, -1e-6),
 }
 
+# %% [markdown]
+# `FIXED` holds the choices that this book derives: SiTU, sigmoid routing without groups, no rotary embedding. A config
+# with another value describes another model. The fields of `FIXED_IF_GIVEN` may be absent, which means the only
+# supported value. A null counts as absent everywhere.
 
+# %% tags=["export"]
 FIXED = {
     "hidden_act": "situ",
     "moe_router_activation_func": "sigmoid",
@@ -239,13 +243,12 @@ FIXED_IF_GIVEN = {
 
 
 # %% [markdown]
-# `num_nextn_predict_layers`, `moe_layer_freq` and `topk_method` may be absent, which means what the only supported
-# value means. A null counts as absent everywhere. Then come the rules between fields: MXFP4 shares one scale among 32
-# weights of a row, so the two widths that experts multiply over must be multiples of 32.
+# Then come the rules between fields. In MXFP4, 32 weights of a row share one scale, so the two widths that experts
+# multiply over must be multiples of 32.
 
 # %% tags=["export"]
 def check_widths(r: Reading, n: dict[str, Any]) -> None:
-    "Records faults between fields: `n` maps the names of Config to the values read, None where one was refused."
+    "Record faults between fields: `n` maps the names of Config to the values read, None where one was refused."
     text = "text_config."
     for name in ("routed_expert_hidden_size", "moe_intermediate_size"):
         if n[name] is not None and n[name] % 32:
@@ -260,7 +263,7 @@ def check_widths(r: Reading, n: dict[str, Any]) -> None:
 
 # %% tags=["export"]
 def check_quantization(r: Reading) -> None:
-    "Records a fault unless the experts are declared as MXFP4: 4-bit floats in groups of 32."
+    "Record a fault unless the experts are declared as MXFP4: 4-bit floats in groups of 32."
     path, quantization = r.either("quantization_config", needed=True)
     if quantization is None:
         return
@@ -278,8 +281,8 @@ def check_quantization(r: Reading) -> None:
 
 
 # %% [markdown]
-# The released file keeps bos, eos and pad ids, like `tie_word_embeddings`, outside `text_config`; other files keep
-# them inside. Either place is read; two places that disagree are refused.
+# The released file has the bos, eos and pad ids, like `tie_word_embeddings`, outside `text_config`; other files have
+# them inside. Both places are read, and a file in which they disagree is refused.
 
 # %% tags=["export"]
 def read_token_ids(r: Reading, vocab: int | None) -> dict[str, Any]:
@@ -296,12 +299,12 @@ def read_token_ids(r: Reading, vocab: int | None) -> dict[str, Any]:
 # %% [markdown]
 # ## 5.3.4 Layer lists count from one
 #
-# `linear_attn_config` gives two lists, `kda_layers` and `full_attn_layers`. They count from 1; tensor names and this
-# book count from 0. The lists must share out $1..93$: each layer once, none in both, none in neither.
+# `linear_attn_config` has two lists, `kda_layers` and `full_attn_layers`. They count from 1; tensor names and this book
+# count from 0. Each of $1..93$ must be in exactly one of the two lists, once.
 
 # %% tags=["export"]
 def read_layer_lists(r: Reading, layers: int | None) -> tuple[frozenset[int], frozenset[int]]:
-    "The KDA and MLA layers as two sets counted from 0. The lists count from 1 and must share out 1..layers."
+    "The KDA and MLA layers as two sets counted from 0. The lists count from 1; each of 1..layers must be in one."
     lists = {}
     for name in ("kda_layers", "full_attn_layers"):
         path = f"text_config.linear_attn_config.{name}"
@@ -341,13 +344,14 @@ print(*lists_of([0, 1, 2, 3], [3], 5)[1], sep="\n")
 # %% [markdown]
 # ## 5.3.5 The numbers
 #
-# `Config` is a frozen record with `config.json`'s own names. From it the next chapter derives name, dtype and shape
-# of every tensor that a checkpoint of this shape must hold. If that list and the files agree, the numbers are right.
+# `Config` is a frozen record with `config.json`'s own names. From it the next chapter derives the name, dtype and shape
+# of every tensor that a checkpoint of this shape must hold. If the tensors in the files are the same, the numbers are
+# right.
 
 # %% tags=["export"]
 @dataclass(frozen=True)
 class Config:
-    "The text stack's numbers. Layers count from 0; names are config.json's, `kda_*` from linear_attn_config."
+    "The numbers of the text stack. Layers count from 0; names are config.json's, `kda_*` from linear_attn_config."
 
     vocab_size: int
     hidden_size: int
@@ -382,13 +386,13 @@ class Config:
 
 
 # %% [markdown]
-# Two questions about a layer are asked everywhere: which attention it has, and whether its feed-forward part is one
-# dense MLP.
+# Many chapters ask two questions about a layer: which attention it has, and whether its feed-forward half is one dense
+# MLP.
 
 # %% tags=["export"]
 class Config(Config):
     def layer_kind(self, L: int) -> str:
-        "'kda' or 'mla' for layer L, counted from 0."
+        "'kda' or 'mla' for layer L, counted from 0. Raises IndexError if the model has no such layer."
         if not 0 <= L < self.num_hidden_layers:
             raise IndexError(f"layer {L}: the model has layers 0..{self.num_hidden_layers - 1}")
         return "kda" if L in self.kda_layers else "mla"
@@ -399,14 +403,14 @@ class Config(Config):
 
 
 # %% [markdown]
-# ## 5.3.6 Reading it
+# ## 5.3.6 Reading the config
 
 # %% tags=["export"]
-def read_config(model_dir: str | Path) -> Config:
+def read_config(model_dir: str | os.PathLike[str]) -> Config:
     """The Config in model_dir/config.json.
 
-    Raises FileNotFoundError if there is no such folder or file, ConfigError with every missing field and every refused
-    value in one line.
+    Raises FileNotFoundError if the folder or the file does not exist, ConfigError with every missing field and every
+    refused value in one line.
     """
     folder = Path(model_dir)
     if not folder.is_dir():
@@ -433,18 +437,18 @@ def read_config(model_dir: str | Path) -> Config:
 
 
 # %% [markdown]
-# A folder that `k3 synth` filled (5.24) says so in its config. Every command that prints figures repeats it, lest
-# they be taken for the released model's.
+# The config of a folder that `k3 synth` filled (5.24) says so. Every command that prints figures repeats it, so that
+# nobody takes them for figures of the released model.
 
 # %% tags=["export"]
-def is_synthetic(model_dir: str | Path) -> bool:
-    "True if the folder's config.json says that `k3 synth` made these weights up."
+def is_synthetic(model_dir: str | os.PathLike[str]) -> bool:
+    "True if the folder's config.json says that `k3 synth` made its weights."
     return "synthetic" in load_json(Path(model_dir) / "config.json")
 
 
 # %% [markdown]
-# The released numbers (`fixtures/k3`, typed in from the published configuration) and those of the small model that the
-# repository holds.
+# The released numbers (`fixtures/k3`, typed in from the published configuration) beside those of the small model in
+# this repository.
 
 # %%
 MODEL = ROOT / "fixtures/oracle13/model"
@@ -459,8 +463,8 @@ assert (len(k3.kda_layers), len(k3.mla_layers)) == (69, 24) and not is_synthetic
 #
 # **Trap: a one-based layer list read as zero-based.** 45 of the 93 layers change kind, and nothing crashes.
 #
-# **Trap: layer 93 taken for KDA.** Replace the lists by the rule they seem to follow, "every fourth layer is MLA",
-# and one layer is wrong: counted from one, 92 and 93 are both MLA.
+# **Trap: layer 93 taken for KDA.** The lists seem to follow a rule, "every fourth layer is MLA". The rule is wrong for
+# one layer: counted from one, 92 and 93 are both MLA.
 
 # %%
 def maps(c):
@@ -485,14 +489,14 @@ plt.show()
 
 
 # %% [markdown]
-# Neither crashes here. What refuses both is the list of tensors that they lead to, which is not the list in the files
-# (5.4.3).
+# Neither mistake crashes here. Both are refused by the comparison of 5.4.3: the tensors that they imply are not those
+# in the files.
 
 # %% [markdown]
 # ## 5.3.8 Refusals, live
 #
-# One line each: the file, the field, what was found, what was expected. The last two faults were made together and
-# are told together.
+# Each refusal is one line: the file, the field, what was found, what was expected. The last two faults are in one file,
+# and one line reports both.
 
 # %%
 def refusal(*changes):
@@ -523,10 +527,11 @@ shutil.rmtree(scratch)
 # %% [markdown]
 # ## 5.3.9 Summary
 #
-# - No defaults: a field is read, or missing (all missing ones in one message), or refused with what was expected.
-# - Layer lists count from one and must share out the layers; a rule of thumb gets the last layer wrong.
-# - A believed config is 30 numbers; what they imply for the files is the next chapter's table.
+# - No field has a default: it is read, or reported as missing with all others, or refused with what was expected.
+# - The layer lists count from one, and each layer is in one of them. A rule of thumb gets the last layer wrong.
+# - A accepted config is 30 numbers. The next chapter derives from them what the files must hold.
 #
 # **Exercises.**
-# 1. Write the message a config with `qk_rope_head_dim: 0` should get, and the change that would support it.
-# 2. Give the embedded model's config one field that the reader never asks for. Should it be refused? What would break?
+# 1. Write the message that a config with `qk_rope_head_dim: 0` should get, and the change that would support it.
+# 2. Add a field to the embedded model's config that the reader never reads. Should the config be refused? What would
+#    break?

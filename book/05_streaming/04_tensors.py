@@ -1,18 +1,18 @@
 # %% [markdown]
 # # 5.4 The one table of tensors
 #
-# The config has 30 numbers, the checkpoint 497,052 tensors of the text stack. This chapter is the table between the
-# two. At the end you can say of any tensor what it is called, which type and shape it has, which part of the model it
-# belongs to, and when the forward pass uses it, and refuse files that do not hold exactly these tensors.
+# The config has 30 numbers, the checkpoint 497,052 tensors of the text stack. This chapter is the table that leads from
+# the one to the other. At the end you can say of any tensor its name, its type and shape, the part of the model it
+# belongs to, and when the forward pass uses it. And you can refuse files that do not hold exactly these tensors.
 #
-# [5.3 A config that is believed, or refused](03_config.ipynb) ·
+# [5.3 A config that is accepted, or refused](03_config.ipynb) ·
 # [contents](../README.md) ·
 # [5.5 Headers, and half a million tensors in four columns](05_header.ipynb)
 
 # %% [markdown]
-# A name spelled in two places gets misspelled in one of them, and an order written in one list and a shape in another
-# drift apart. So no other module spells a tensor's name: reading, planning, multiplying and copying all ask this
-# table.
+# A name that is spelled in two places will be misspelled in one of them. An order in one list and shapes in another
+# will not stay in agreement. So no other module spells a tensor's name: reading, planning, multiplying and copying all
+# use this table.
 #
 # | symbol | meaning | in K3 |
 # |---|---|---|
@@ -53,17 +53,18 @@ small, k3 = read_config(MODEL), read_config(ROOT / "fixtures/k3")
 # %% [markdown]
 # ## 5.4.1 The table
 #
-# One row is one tensor of a layer: the short name by which a layer's equations ask for it, its name in the
-# checkpoint, its type, and its shape in the symbols above. A model that does not fit in memory is read in the order
-# of use, so **the rows of a part stand in the order in which the forward pass takes them**: the order is data, not
-# control flow.
+# One row of the table is one tensor of a layer: the short name that a layer's equations use, its name in the
+# checkpoint, its type, and its shape in the symbols above. A model that does not fit in memory is read in the order of
+# use, so **the rows of a part stand in the order in which the forward pass uses them**. The order is data, not control
+# flow.
 
 # %% tags=["export"]
 class Row(NamedTuple):
-    """One line of TABLE: a tensor that every layer of a kind has, or the model has once.
+    """One row of TABLE: a tensor that every layer of a kind has, or that the model has once.
 
-    `short` is its name in a layer's equations, `name` its name in the checkpoint behind the layer's, '#' for an
-    expert's number. `shape` holds symbols of `sizes`. So does `together`: that many rows must stay in one row block.
+    `short` is its name in a layer's equations. `name` is its name in the checkpoint without the layer's prefix, with
+    '#' for an expert's number. `shape` holds symbols of `sizes`. `together` is such a symbol too: that many rows of
+    the matrix must stay in one row block.
     """
     short: str
     name: str
@@ -79,9 +80,10 @@ def _rows(prefix: str, *lines: tuple[str, ...]) -> tuple[Row, ...]:
 
 
 # %% [markdown]
-# Before each half of a layer, the residual stream is mixed over depth (3.2) and normed. Then comes one of two
-# attentions. `A_log` has one entry a head, but the released files pad it to the head width: $a$ is 128 for 96 heads.
-# MLA multiplies by one head's key and value rows at a time, so the rows of a head of `kv_b_proj` stay together.
+# Before each half of a layer, the residual stream is mixed over depth (3.2) and normed. Then one of two kinds of
+# attention follows. `A_log` has one entry a head, but the released files pad it to the head width: its length $a$ is
+# 128 for 96 heads. MLA multiplies by the key and value rows of one head at a time, so the rows of a head of `kv_b_proj`
+# stay together.
 
 # %% tags=["export"]
 _ATTENTION_NORMS = _rows("", ("self_attention_res_norm", "BF16", "H"), ("self_attention_res_proj", "BF16", "1 H"),
@@ -107,10 +109,10 @@ _MLA = _rows(
 )
 
 # %% [markdown]
-# The feed-forward half is one dense MLP in the first layer, latent experts above it. The router comes first: until it
-# has spoken nobody knows which experts to fetch. An expert's matrix is two tensors: a packed byte for two weights, a
-# scale byte for 32. Before the layers comes the embedding, of which a token uses one row; after them the last mix and
-# the head.
+# The feed-forward half is one dense MLP in the first layer and latent experts in all others. The router stands first:
+# the experts to fetch are known only from its result. An expert's matrix is two tensors, with a packed byte for two
+# weights and a scale byte for 32. Before the layers comes the embedding, of which a token uses one row. After them come
+# the last mix, the last norm and the head.
 
 # %% tags=["export"]
 _DENSE = _rows("mlp.", ("gate_proj", "BF16", "I H"), ("up_proj", "BF16", "I H"), ("down_proj", "BF16", "H I"))
@@ -144,8 +146,8 @@ for part, rows in TABLE.items():
 
 
 # %% [markdown]
-# The symbols' values come from the config, and nowhere else. With 48 heads 32 wide, `A_log` cannot have 32 entries:
-# it gets 48.
+# The values of the symbols come from the config alone. `A_log` is padded to the head width only if that is more than
+# the number of heads: with 48 heads of width 32, it has 48 entries.
 
 # %% tags=["export"]
 def sizes(config: Config) -> dict[str, int]:
@@ -168,8 +170,8 @@ def sizes(config: Config) -> dict[str, int]:
 # %% [markdown]
 # ## 5.4.2 Names
 #
-# A layer's tensor is called by its layer, its part and its short name. A short name that the table does not have is a
-# `KeyError`, so a slip of the pen in an equation cannot ask for a tensor that does not exist.
+# Equations name a tensor by its layer, its part and its short name. A short name that is not in the table is a
+# `KeyError`, so a misspelled name in an equation fails at once.
 
 # %% tags=["export"]
 TEXT_STACK = "language_model."
@@ -180,9 +182,7 @@ EXPERT_TENSORS = {row.short: LAYER_PATTERN + row.name for row in _EXPERT}  # the
 ATTENTION_NORMS = tuple(row.short for row in _ATTENTION_NORMS)
 FFN_NORMS = tuple(row.short for row in _FFN_NORMS)
 EMBED, HEAD = _FIRST[0].name, _LAST[-1].name
-FINAL = tuple(row.name for row in _LAST[:-1])
-NORMS = ATTENTION_NORMS + FFN_NORMS
-EXPERT_NAME = "language_model.model.layers.{}.block_sparse_moe.experts.{}.{}.weight_{}"
+FINAL = tuple(row.name for row in _LAST[:-1])  # the last mix and the last norm, in the order of use
 
 _NAMES = {(part, row.short): row.name for part, rows in TABLE.items() for row in rows}
 _NAMES |= {("norms", row.short): row.name for row in (*_ATTENTION_NORMS, *_FFN_NORMS)}
@@ -191,14 +191,14 @@ _NAMES |= {("norms", row.short): row.name for row in (*_ATTENTION_NORMS, *_FFN_N
 def tensor_name(L: int, part: str, short: str) -> str:
     """The checkpoint's name of a tensor of layer L.
 
-    `part` is a key of TABLE, or "norms" for those before either half; `short` is a short name of that part. KeyError
-    for any other.
+    `part` is a key of TABLE, or "norms" for the norms and mixes before both halves. `short` is a short name of that
+    part. Raises KeyError for any other.
     """
     return f"{TEXT_STACK}model.layers.{L}.{_NAMES[part, short]}"
 
 
 def expert_name(L: int, expert: int, short: str) -> str:
-    "The checkpoint's name of a routed expert's w1, w1_scale, w2, w2_scale, w3 or w3_scale. KeyError for others."
+    "The checkpoint's name of a routed expert's w1, w1_scale, w2, w2_scale, w3 or w3_scale. Raises KeyError for others."
     return tensor_name(L, "expert", short).replace("#", str(expert))
 
 
@@ -215,30 +215,30 @@ except KeyError as error:
     print("KeyError", error)
 
 # %% [markdown]
-# The other way round, 494,592 of the 497,220 names of the release differ only in two numbers, a layer and an expert.
-# With the numbers taken out, 59 patterns are left. The index of the next chapter and everything that asks where a
-# name belongs go by the pattern.
+# In the other direction, a name leads to its tensor. Of the 497,220 names of the release, 494,592 differ only in two
+# numbers, the layer and the expert. With all numbers replaced by `#`, 59 patterns remain. The index of the next chapter
+# stores patterns, and the functions below tell from the pattern where a tensor belongs.
 
 # %% tags=["export"]
 _NUMBER = re.compile(r"\.(0|[1-9][0-9]{0,5})(?=\.|\Z)")
 
 
 def split_name(name: str) -> tuple[str, int, int]:
-    """(pattern, first, second): the first two whole-number parts of a dotted name become '#'; -1 stands for none.
+    """(pattern, first, second): the name with '#' for its first two numbers, and the numbers, -1 for none.
 
-    Only 0..999999 behind a dot and without leading zeros count, so join_name gives the name back. A name that has a '#'
-    of its own is kept whole behind one more '#'.
+    A number stands between dots, or after the last dot, and is one of 0..999999 without leading zeros, so that
+    join_name returns the name. A name that has a '#' of its own is kept whole, with one more '#' in front.
     """
     if "#" in name:
         return "#" + name, -1, -1
-    pieces = _NUMBER.split(name, 2)  # text, number, text, number, text
-    if len(pieces) == 5:
-        return f"{pieces[0]}.#{pieces[2]}.#{pieces[4]}", int(pieces[1]), int(pieces[3])
-    return (f"{pieces[0]}.#{pieces[2]}", int(pieces[1]), -1) if len(pieces) == 3 else (name, -1, -1)
+    texts = _NUMBER.split(name, 2)  # text, number, text, number, text
+    if len(texts) == 5:
+        return f"{texts[0]}.#{texts[2]}.#{texts[4]}", int(texts[1]), int(texts[3])
+    return (f"{texts[0]}.#{texts[2]}", int(texts[1]), -1) if len(texts) == 3 else (name, -1, -1)
 
 
 def join_name(pattern: str, first: int, second: int) -> str:
-    "The name that split_name took apart."
+    "The name from what split_name returned."
     if first < 0:
         return pattern.removeprefix("#")
     name = pattern.replace("#", str(first), 1)
@@ -252,12 +252,12 @@ for name in expert_name(92, 895, "w1"), "lm_head.weight", "a.007.b", "a.#.5":
 
 
 # %% [markdown]
-# From a pattern follow a tensor's place and its part. A report counts bytes of the trunk, of experts, and of the
-# rest; the census of 5.6 divides the rest further.
+# A tensor's place and its part follow from the pattern. A report counts the bytes of the trunk, of the experts, and of
+# all other tensors; the census of 5.6 divides the other tensors further.
 
 # %% tags=["export"]
 class Place(NamedTuple):
-    "Where a tensor belongs: layer and routed expert, -1 for none, and short name, the whole name if TABLE has none."
+    "A tensor's layer and routed expert, -1 for none, and its short name: the whole name if it is not in TABLE."
     layer: int
     expert: int
     short: str
@@ -290,12 +290,12 @@ PARTS = tuple(dict.fromkeys(_PREFIXES.values()))
 
 
 def census_part(pattern: str) -> str:
-    "The part of the model that the tensors of a pattern of split_name belong to: one of PARTS."
+    "The part of the model, one of PARTS, that the tensors of a pattern from split_name belong to."
     return next(part for prefix, part in _PREFIXES.items() if pattern.startswith(prefix))
 
 
 def part_of(name: str) -> str:
-    "The account that a report counts a tensor's bytes in: 'trunk', 'experts' or 'other'."
+    "The part under which a report counts a tensor's bytes: 'trunk', 'experts' or 'other'."
     part = census_part(split_name(name)[0])
     return part if part in ("experts", "trunk") else "other"
 
@@ -303,8 +303,8 @@ def part_of(name: str) -> str:
 # %% [markdown]
 # ## 5.4.3 Every tensor that a config implies
 #
-# The table times the config's layers is the list that a checkpoint must hold. If list and files agree, the numbers
-# are right; if the numbers are wrong, the list is.
+# The table, repeated for the config's layers, is the list of tensors that a checkpoint must hold. If one of the
+# config's numbers is wrong, the list is wrong too. So if the list agrees with the files, the numbers are right.
 
 # %% tags=["export"]
 class Tensor(NamedTuple):
@@ -325,8 +325,9 @@ def _shape(row: Row, size: dict[str, int]) -> tuple[int, ...]:
     return tuple(size[symbol] for symbol in row.shape)
 
 
+# %% tags=["export"]
 def layer_tensors(config: Config, L: int, experts: Iterable[int] | None = None) -> Iterator[Tensor]:
-    "Tensors of layer L in the order of the forward pass, then those of all its routed experts or the `experts` given."
+    "Tensors of layer L in the order of the forward pass, then those of its routed experts: of all, or of `experts`."
     size, prefix = sizes(config), LAYER_PATTERN.replace("#", str(L))
     for row in _layer_rows(config, L):
         yield Tensor(prefix + row.name, row.dtype, _shape(row, size))
@@ -338,13 +339,13 @@ def layer_tensors(config: Config, L: int, experts: Iterable[int] | None = None) 
 
 
 def global_tensors(config: Config) -> list[Tensor]:
-    "The five tensors outside the layers: the embedding, the last mix and norm, the head."
+    "The five tensors outside the layers: the embedding, the last mix (two tensors), the last norm, the head."
     size = sizes(config)
     return [Tensor(row.name, row.dtype, _shape(row, size)) for row in (*TABLE["first"], *TABLE["last"])]
 
 
 def text_tensors(config: Config) -> Iterator[Tensor]:
-    "Every tensor of the text stack: the embedding, layer by layer, the last mix and norm, the head."
+    "Every tensor of the text stack: the embedding, layer by layer, the last mix, the last norm, the head."
     embedding, *last = global_tensors(config)
     yield embedding
     for L in range(config.num_hidden_layers):
@@ -353,8 +354,8 @@ def text_tensors(config: Config) -> Iterator[Tensor]:
 
 
 # %% [markdown]
-# **Check.** The embedded model was written by a generator that shares nothing with this code. The list must equal its
-# headers: every name, dtype and shape, with only the image side left over.
+# **Check.** The embedded model was written by a generator that shares no code with this book. The list must agree with
+# its headers in every name, dtype and shape. The headers hold four more tensors, all of the image side.
 
 # %%
 def headers(folder):
@@ -374,8 +375,9 @@ assert all(stored.get(name) == what for name, what in implied.items())
 assert {census_part(split_name(name)[0]) for name in stored.keys() - implied.keys()} == {"mm_projector", "vision_tower"}
 
 # %% [markdown]
-# And the released numbers. The released index has 497,220 tensors in 1,560,860,324,864 bytes; 168 of them, the
-# projector and the vision tower, are not ours. The sum must come out to the byte.
+# The same for the released numbers. The released index has 497,220 tensors in 1,560,860,324,864 bytes; 168 of them
+# belong to the projector and the vision tower, which this engine does not run. The sum of the others must agree to the
+# byte.
 
 # %%
 WIDTH = {"BF16": 2, "F32": 4, "U8": 1}
@@ -385,8 +387,8 @@ assert len(bytes_of) == 497_220 - 168
 assert sum(bytes_of.values()) == 1_560_860_324_864 - 92_289_024 - 802_428_928
 
 # %% [markdown]
-# This list is the gate for the layer lists of 5.3.7. Read from zero, or replaced by the rule of four, they lead to
-# other tensors than the embedded model holds: its last two layers are both MLA as well.
+# This comparison refuses the two mistakes of 5.3.7. Layer lists that are counted from zero, or replaced by the rule of
+# four, imply other tensors than the embedded model holds: its last two layers are both MLA, too.
 
 # %%
 everyone = range(small.num_hidden_layers)
@@ -402,12 +404,12 @@ for label, mla in (("the lists", small.mla_layers), ("counted from 0", {L + 1 fo
 # %% [markdown]
 # ## 5.4.4 The order of the forward pass
 #
-# What is streamed is streamed in this order: the layers' rows, the last mix, the head. Only the experts are missing:
-# which of them a token needs is known when the router has spoken.
+# Streamed tensors are read in this order: those of the layers, the last mix and norm, the head. The experts are not in
+# it: which of them a token needs is known only from the router's result.
 
 # %% tags=["export"]
 def forward_order(config: Config) -> Iterator[str]:
-    "Names of every tensor but the embedding and the routed experts, in the order in which one forward pass takes them."
+    "Names of every tensor but the embedding and the routed experts, in the order in which one forward pass uses them."
     for L in range(config.num_hidden_layers):
         yield from (LAYER_PATTERN.replace("#", str(L)) + row.name for row in _layer_rows(config, L))
     yield from (row.name for row in TABLE["last"])
@@ -428,7 +430,7 @@ for name in order:
         print("  ", name.removeprefix("language_model.model."), list(implied[name][1]))
 
 # %% [markdown]
-# Every tensor of the text stack is in the order once, or is a routed expert's, or is the embedding, of which a
+# Every tensor of the text stack is in this order once, or belongs to a routed expert, or is the embedding, of which a
 # forward pass reads one row a token.
 
 # %%
@@ -439,8 +441,9 @@ print(len(implied), "=", len(order), "in the order +", len(others), "of experts 
 
 
 # %% [markdown]
-# Two questions that streaming asks of a name. A matrix can arrive row by row; vectors, convolutions and projections to
-# one row (53 MB of 108.8 GB) always stay in memory. And the router is read before anything else of its layer.
+# Streaming asks two questions about a tensor. A matrix can be read in row blocks; vectors, convolutions and projections
+# to one row (53 MB of 108.8 GB) always stay in memory. And the router is read before all other tensors of its half of
+# the layer.
 
 # %% tags=["export"]
 class HasShape(Protocol):
@@ -451,24 +454,24 @@ class HasShape(Protocol):
 
 
 def is_matrix(name: str, extent: HasShape) -> bool:
-    """True if the tensor can arrive row by row: it has two axes and is not a [1, H] projection of the residual mix.
+    """True if the tensor can be read in row blocks: it has two axes and is not a [1, H] projection of the residual mix.
 
-    A projection that has one row in a small model, as `b_proj` of a single head, is a matrix.
+    A projection that has one row in a small model, such as `b_proj` of a single head, is a matrix.
     """
     return len(extent.shape) == 2 and not name.endswith("_res_proj.weight")
 
 
 def is_router(name: str) -> bool:
-    "True for a router: until its product is there, nobody knows which experts to read."
+    "True for the matrix of a router: the experts to read are known only from its product."
     return name.endswith(".gate.weight")
 
 
 # %% [markdown]
 # ## 5.4.5 The files against the list
 #
-# Half a million names take a second to spell, so a checkpoint is compared by families: tensors that differ only in
-# layer and expert are one line, and the index answers for all of them at once. `A_log` may carry any padding, which
-# nobody may look at, after its heads.
+# Spelling half a million names takes a second, so a checkpoint is compared by families. Tensors that differ only in
+# layer and expert are one family, and the index answers for all of them at once. `A_log` may have any padding after its
+# heads, and no code may read the padding.
 
 # %% tags=["export"]
 class Family(NamedTuple):
@@ -481,7 +484,7 @@ class Family(NamedTuple):
 
 
 def families(config: Config) -> Iterator[Family]:
-    "text_tensors by the dozen: each tensor belongs to one Family."
+    "The tensors of text_tensors as families: each tensor belongs to exactly one."
     size, layers = sizes(config), dict[Row, list[int]]()
     for L in range(config.num_hidden_layers):
         for row in _layer_rows(config, L):
@@ -496,12 +499,12 @@ def families(config: Config) -> Iterator[Family]:
 
 
 def used_entries(config: Config, name: str) -> int | None:
-    "How many of a vector's entries are used, from the first on, if the rest is padding: `A_log`'s heads. Else None."
+    "How many entries of `A_log` are used, from the first on: its heads. None for tensors without padding."
     return config.kda_num_heads if name.endswith(".A_log") else None
 
 
 def shape_fits(config: Config, name: str, expected: Sequence[int], found: Sequence[int]) -> bool:
-    "True if a tensor of shape `found` can serve as `name`: it is as `expected`, or a vector with any padding."
+    "True if a tensor `name` may have the shape `found`: it equals `expected`, or is that of a vector with padding."
     used = used_entries(config, name)
     return tuple(found) == tuple(expected) if used is None else len(found) == 1 and found[0] >= used
 
@@ -518,12 +521,11 @@ for f in folded:
 
 
 # %% [markdown]
-# Only when a family is wrong are its names spelled, to find the first that is missing, has another type or shape, or
-# is too many.
+# What such a comparison needs of a checkpoint is little: a count, and the kinds of a family.
 
 # %% tags=["export"]
 class TensorList(Protocol):
-    "What check_tensors asks of a checkpoint: class Checkpoint (5.7) answers it."
+    "What check_tensors needs of a checkpoint. Class Checkpoint (5.7) provides it."
 
     path: Path
 
@@ -534,16 +536,27 @@ class TensorList(Protocol):
     def kinds_of(self, pattern: str, layers: Sequence[int], experts: Sequence[int]) -> set: ...
 
 
+def _families_agree(config: Config, checkpoint: TensorList) -> bool:
+    "Are the text stack's tensors in `checkpoint` exactly those the config implies?"
+    lines = list(families(config))
+    implied = sum(len(f.layers) * len(f.experts) for f in lines)
+    return checkpoint.count_of(TEXT_STACK) == implied and all(
+        kind is not None and kind[0] == f.dtype and shape_fits(config, f.pattern, f.shape, kind[1])
+        for f in lines for kind in checkpoint.kinds_of(f.pattern, f.layers, f.experts))
+
+
+# %% [markdown]
+# Only if they do not agree are names spelled, to find the first tensor that is missing, has another type or shape, or
+# is not implied by the config.
+
+# %% tags=["export"]
 def check_tensors(config: Config, checkpoint: TensorList) -> None:
     """Raise CheckpointError unless the text stack's tensors in `checkpoint` are those the config implies and no others.
 
-    Missing tensors, other dtypes or shapes, and tensors that are too many are told with file, name, found and expected.
+    The message names the file, the tensor that is missing, different or not implied, what was found and what was
+    expected.
     """
-    lines = list(families(config))
-    implied = sum(len(f.layers) * len(f.experts) for f in lines)
-    if checkpoint.count_of(TEXT_STACK) == implied and all(
-            kind is not None and kind[0] == f.dtype and shape_fits(config, f.pattern, f.shape, kind[1])
-            for f in lines for kind in checkpoint.kinds_of(f.pattern, f.layers, f.experts)):
+    if _families_agree(config, checkpoint):
         return
     missing = []
     for name, dtype, shape in text_tensors(config):
@@ -566,8 +579,8 @@ def check_tensors(config: Config, checkpoint: TensorList) -> None:
 # %% [markdown]
 # ## 5.4.6 What the list weighs
 #
-# Nine tenths of the bytes are routed experts, of which a token needs 16 in 896: this is why the rest of the part
-# streams.
+# More than nine tenths of the bytes are routed experts, of which a token needs 16 in 896. This is why the chapters that
+# follow stream the weights.
 
 # %%
 def label(name):
@@ -597,8 +610,9 @@ assert trunk == 108_811_877_376 and parts["routed experts"] == 1_446_456_066_048
 # %%
 labels, values = zip(*parts.most_common()[::-1])
 fig, ax = plt.subplots()
-ax.barh(labels, [v / 1e9 for v in values])
+ax.plot([v / 1e9 for v in values], labels, "o")
 ax.set_xscale("log")
+ax.grid(axis="x", alpha=0.4)
 ax.set_xlabel("size in the checkpoint (GB, logarithmic)")
 ax.set_title(f"Routed experts are {parts['routed experts'] / sum(values):.1%} of the text stack's "
              f"{sum(values) / 1e12:.2f} TB")
@@ -615,14 +629,14 @@ print(f"{len(folded)} families found in {1e3 * (time.perf_counter() - start):.0f
 # %% [markdown]
 # ## 5.4.7 Summary
 #
-# - One table: short name, name in the checkpoint, dtype, shape in symbols, rows that stay together, in the order of
-#   use.
-# - The config's numbers turn it into the checkpoint's exact list, down to 1,559,965,606,912 bytes.
-# - Names go both ways: from layer, part and short name to the checkpoint's, and from a name to its place and part.
+# - One table holds each tensor's short name, name in the checkpoint, dtype, shape in symbols, and the rows that stay
+#   together, in the order of use.
+# - The config's numbers turn it into the exact list of a checkpoint's tensors, down to 1,559,965,606,912 bytes.
+# - Layer, part and short name lead to the checkpoint's name, and the checkpoint's name leads back to them.
 #
 # **Exercises.**
-# 1. Which single integer of K3's config can change without `text_tensors` changing? Find all of them by trying each,
-#    and say what would catch each one.
-# 2. `shape_fits` accepts any padding of `A_log`. Which check could tell padding from a file that holds one entry per
-#    channel?
-# 3. Exchange two rows of `_KDA`. Which part of the engine would notice, and how?
+# 1. Which integers of K3's config can change without a change of `text_tensors`? Find all of them by trying each, and
+#    say which check would find a wrong value of each one.
+# 2. `shape_fits` accepts any padding of `A_log`. Which check could tell padding from a file that holds one entry for
+#    each channel?
+# 3. Swap two rows of `_KDA`. Which part of the engine would notice, and how?

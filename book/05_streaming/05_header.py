@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 5.5 Headers, and half a million tensors in four columns
 #
-# Kimi K3 is 1.56 TB in 96 files: too much to load in order to see what is in it. Each file begins with a header that
-# says where its tensors lie. After this chapter you can read such a header, refuse one that does not add up, and keep
-# the places of all 497,220 tensors in 12 MB.
+# Kimi K3 is 1.56 TB in 96 files: too much to load only to see which tensors it holds. Each file begins with a header
+# that says where its tensors lie. At the end of this chapter you can read such a header, refuse one that contradicts
+# itself or its file, and keep the places of all 497,220 tensors in 12 MB.
 #
 # [5.4 The one table of tensors](04_tensors.ipynb) ·
 # [contents](../README.md) ·
@@ -33,9 +33,8 @@ ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_
 # %% [markdown]
 # ## 5.5.1 By hand: a file of two tensors
 #
-# A safetensors file is three things one after the other: eight bytes that say how long the header is, the header as
-# JSON, the numbers. Here is a whole one. Shapes and types are in the text; the numbers have no structure of their
-# own.
+# A safetensors file has three parts, one after the other: eight bytes with the header's length, the header as JSON, and
+# the numbers. Here is a whole file. Shapes and types are in the text; the numbers are bytes without any structure.
 
 # %%
 text = (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
@@ -53,17 +52,17 @@ at = 8 + len(text) + 8
 struct.unpack("<3f", b"".join(b"\0\0" + toy[i:i + 2] for i in range(at, at + 6, 2)))
 
 # %% [markdown]
-# Two mistakes give numbers, not errors: counting `data_offsets` from the start of the file, and reading BF16 as IEEE
-# half precision, which is two bytes wide as well. Neither can be seen from a size.
+# Two mistakes give wrong numbers without an error: counting `data_offsets` from the start of the file, and reading BF16
+# as IEEE half precision, which has two bytes as well. No comparison of sizes finds either.
 
 # %%
 for label, six in ("offset from the file's start", toy[8:14]), ("BF16 read as float16", toy[at:at + 6]):
     print(f"{label:30s}", *(f"{x:.3g}" for x in struct.unpack("<3e", six)))
 
 # %% [markdown]
-# ## 5.5.2 A header, taken apart
+# ## 5.5.2 Parsing a header
 #
-# The format has one table: the names of its types, each with the numpy type that holds the bits of one element.
+# First the names of the format's types, each with the numpy type that holds the bits of one element.
 
 # %% tags=["export"]
 import json
@@ -83,7 +82,7 @@ from k3lib.tensors import EXPERT_PATTERN, join_name, split_name
 # %% tags=["export"]
 HEADER_MAX = 100_000_000  # bytes: the safetensors library's own cap
 PLAIN_MAX = 16_000_000  # bytes of a header that is read entry by entry; the longest of the release has 0.82 MB
-RANK_MAX = 32  # axes that every numpy's arrays can have
+RANK_MAX = 32  # axes that an array may have in every version of numpy
 
 ARRAY_DTYPES = {
     "BF16": "<u2", "F32": "<f4", "U8": "u1", "F16": "<f2", "F64": "<f8", "BOOL": "u1", "I8": "i1", "I16": "<i2",
@@ -94,12 +93,12 @@ ITEMSIZE = {dtype: np.dtype(code).itemsize for dtype, code in ARRAY_DTYPES.items
 
 
 # %% [markdown]
-# Writing comes first because it is the shorter half: the places follow from the shapes. The text is padded with
-# spaces to a multiple of eight, as the format's own library does.
+# Writing a header is the shorter task, because the places follow from the shapes. The text is padded with spaces to a
+# multiple of eight bytes, as in the format's own library.
 
 # %% tags=["export"]
 def header_bytes(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
-    "Length and padded JSON of the header of a file that holds `tensors`, (name, dtype, shape), one behind the other."
+    "The length and the padded JSON of the header of a file that holds `tensors`, (name, dtype, shape), in this order."
     entries: dict[str, dict] = {}
     at = 0
     for name, dtype, shape in tensors:
@@ -117,15 +116,15 @@ assert header_bytes([("a", "F32", [2]), ("b", "BF16", [1, 3])])[8:].rstrip() == 
 
 # %% tags=["export"]
 def braced_object(text: bytes | bytearray, where: str) -> dict:
-    "json_object of `text`, which must begin with the brace itself: the format allows no space before it."
+    "json_object of `text`, which `where` names, and which must begin with the brace: the format allows no space there."
     if text[:1] != b"{":
         raise CheckpointError(f"{where} begins with {bytes(text[:1])!r}, expected the '{{' of a JSON object")
     return json_object(text, where)
 
 
 # %% [markdown]
-# One entry passes if it has the three fields, a known type, whole numbers, and if its shape fills its bytes exactly:
-# $e - b = \text{itemsize} \cdot \prod \text{shape}$.
+# An entry is right if it has the three fields, a known type and whole numbers, and if its shape fills its bytes
+# exactly: $e - b = \text{itemsize} \cdot \prod \text{shape}$.
 
 # %% tags=["export"]
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -137,7 +136,7 @@ def tensor_fault(where: str, name: str, found: str, expected: str) -> Checkpoint
 
 
 def _naturals(value: object) -> bool:
-    "Is `value` a list of whole numbers below 2^63? True does not count as the number 1."
+    "Is `value` a list of whole numbers below 2^63? The value True does not count as the number 1."
     if type(value) is not list:
         return False
     for n in value:
@@ -150,7 +149,7 @@ Entry = tuple[str, str, tuple[int, ...], int, int]  # name, dtype, shape, begin,
 
 
 def _entry(where: str, name: str, entry: Any) -> Entry:
-    "(name, dtype, shape, begin, end) from a header's `entry`."
+    "(name, dtype, shape, begin, end) from a header's `entry`. Raises CheckpointError."
     if type(entry) is not dict or entry.keys() != _FIELDS:
         raise tensor_fault(where, name, f"found {shown_value(entry)}", "an object of dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -170,8 +169,8 @@ def _entry(where: str, name: str, entry: Any) -> Entry:
 
 
 # %% [markdown]
-# Then the entries together: sorted by place they must tile the data, each beginning where the one before ends. One
-# pass finds overlap, gap, trailing bytes, and a file cut short.
+# Then all entries together. Sorted by place they must cover the data without overlap or gap: each begins where the one
+# before it ends. One loop finds an overlap, a gap, trailing bytes, and a truncated file.
 
 # %% tags=["export"]
 def _metadata_checked(entries: dict, where: str) -> dict:
@@ -185,7 +184,8 @@ def _metadata_checked(entries: dict, where: str) -> dict:
 def parse_header(text: bytes | bytearray, data_bytes: int, where: str) -> list[Entry]:
     """[(name, dtype, shape, begin, end)] in the order of the data, from a header's JSON bytes `text`.
 
-    `data_bytes` is what the file holds behind the header, `where` names the file in a message. Raises CheckpointError.
+    `data_bytes` is the number of bytes in the file after the header, `where` names the file in a message. Raises
+    CheckpointError.
     """
     if len(text) > PLAIN_MAX:
         raise CheckpointError(f"{where}: header of {len(text):,} bytes is not plainly right, "
@@ -213,10 +213,11 @@ n = int.from_bytes(toy[:8], "little")
 parse_header(toy[8:8 + n], len(toy) - 8 - n, "toy")
 
 # %% [markdown]
-# ## 5.5.3 Believed or refused
+# ## 5.5.3 Accepted or refused
 #
-# A wrong offset in a weight file still decodes to fluent text, so nothing here may be guessed. Each line changes the
-# toy's header in one way; each is refused with the place, what was found and what was expected.
+# With a wrong offset the model still computes, from wrong weights, so nothing in a header may be guessed. Each line
+# below changes the toy's header in one way. Each change is refused with the place, what was found and what was
+# expected.
 
 # %%
 changes = {
@@ -228,16 +229,17 @@ changes = {
 for label, (old, new) in changes.items():
     try:
         parse_header(text.decode().replace(old, new, 1).encode(), 16 if label == "gap" else 14, "toy")
-        raise AssertionError(f"{label} was believed")
+        raise AssertionError(f"{label} was accepted")
     except CheckpointError as error:
         print(f"{label:13s} {error}"[:150])
 
 
 # %% [markdown]
-# The header's length is judged before a byte of it is read, against the file and against 100 MB: a damaged length of
-# $2^{63}$ must not become an allocation, nor 300 MB of brackets a parse. The bound is the format's own, and all
-# 497,220 tensors in one file would need 76 MB. Python's objects take some fifteen times the text they are read from,
-# so the reader that goes entry by entry stops at 16 MB; what is larger is right by columns (5.5.4) or refused.
+# The header's length is checked before the header is read, against the file's size and against 100 MB. A damaged length
+# of $2^{63}$ must not become an allocation, and 300 MB of brackets must not be parsed. The bound is the format's own;
+# all 497,220 tensors in one file would need a header of 76 MB. Python's objects take about fifteen times the memory of
+# the text they are read from, so the parser above refuses more than 16 MB. A longer header is read by columns (5.5.4),
+# or refused.
 
 # %% tags=["export"]
 def read_header(file: FileIO, where: str) -> tuple[int, int, bytearray]:
@@ -260,30 +262,30 @@ def read_header(file: FileIO, where: str) -> tuple[int, int, bytearray]:
 
 
 # %% [markdown]
-# Broken on purpose: the toy's first eight bytes, in a sparse file of 400 MB so that the file's end is no help, and a
-# header of good length that is one large list. None gets as far as Python's JSON reader.
+# Broken on purpose: other lengths in the first eight bytes, in a sparse file of 400 MB so that the file's size does not
+# refuse them, and a header of a permitted length that is one large list. None of them reaches Python's JSON reader.
 
 # %%
 with tempfile.TemporaryDirectory() as other:
     path = Path(other, "toy")
-    for n, body in (0, b""), (1 << 63, b""), (300_000_000, b"{"), (20_000_000, b'{"a":[[],[],[]'):
-        path.write_bytes(n.to_bytes(8, "little") + body)
+    for length, body in (0, b""), (1 << 63, b""), (300_000_000, b"{"), (20_000_000, b'{"a":[[],[],[]'):
+        path.write_bytes(length.to_bytes(8, "little") + body)
         os.truncate(path, 400_000_000)
         try:
             with open_shard(path) as file:
                 start, size, header = read_header(file, "toy")
             parse_header(header, size - start, "toy")
-            raise AssertionError(f"a header of {n:,} bytes was believed")
+            raise AssertionError(f"a header of {length:,} bytes was accepted")
         except CheckpointError as error:
             print(error)
 
 # %% [markdown]
 # ## 5.5.4 By columns
 #
-# A header as libraries write it, without spaces or escapes, is the same text over and over, and one regular
-# expression splits it into columns. Of the pairs of type and shape, few are different: each of those goes through
-# `_entry`, once. The rest is arithmetic on columns: sizes fit, begins meet ends. This reader has no words of its own.
-# Whatever is not plainly right, it leaves to `parse_header`.
+# A header as libraries write it, without spaces or escapes, repeats one pattern, and one regular expression splits it
+# into columns. There are few different pairs of type and shape, so `_entry` checks each different pair once. All other
+# checks are arithmetic on columns: the sizes are right, and each entry begins where another ends. This reader makes no
+# error messages. If a check fails, it returns None, and `parse_header` reads the text and names the fault.
 
 # %% tags=["export"]
 _WHOLE = "(0|[1-9][0-9]{0,17})"  # any 18 digits fit an int64
@@ -299,6 +301,7 @@ def _kind(text: str) -> tuple[tuple[str, tuple[int, ...]], int]:
     return (dtype, shape), nbytes
 
 
+# %% tags=["export"]
 class HeaderColumns(NamedTuple):
     "A header's entries in the order of its text: tensor i is names[i], of type and shape kinds[kind[i]]."
     names: list[str]
@@ -309,13 +312,13 @@ class HeaderColumns(NamedTuple):
 
 
 def quick_header(text: bytes | bytearray, data_bytes: int) -> HeaderColumns | None:
-    """What parse_header gives, as columns in the order of the text.
+    """The entries that parse_header returns, as columns in the order of the text.
 
-    None if parse_header has to look: the text is damaged, or good but not written the usual way.
+    None if the text is damaged or not written the usual way; then parse_header must read it.
     """
     try:
-        pieces = _ENTRY.split(text.decode("utf-8"))
-        between, names, kinds, *offsets = (pieces[i::5] for i in range(5))
+        texts = _ENTRY.split(text.decode("utf-8"))
+        between, names, kinds, *offsets = (texts[i::5] for i in range(5))
         front, back = between[0], between[-1].rstrip(" ")  # '{', perhaps '"__metadata__":{...},'; and '}'
         if front != "{" and (front[-2:] != "}," or parse_header((front[:-1] + "}").encode(), 0, "")):
             return None
@@ -341,13 +344,13 @@ assert all(quick_header(text.decode().replace(old, new, 1).encode(), 16 if label
 # %% [markdown]
 # ## 5.5.5 A name is three small integers
 #
-# With layer and expert taken out (5.4.2), a name is a pattern and two numbers, which fit one 63-bit key.
+# A name is a pattern and two numbers, the layer and the expert (5.4.2). The three fit one 63-bit key.
 #
 # $$\text{key} = (\text{pattern} \cdot 2^{20} + (L+1)) \cdot 2^{20} + (E+1)$$
 #
-# One name at a time, that is a regular expression, two `int` and a tuple for each of 497,220. All but 2,628 begin
-# alike, though, up to the expert's number: one regular expression splits all names of a file, numpy makes their keys,
-# and only the others are split singly.
+# Splitting one name at a time takes a regular expression, two calls of `int` and a tuple for each of 497,220 names. But
+# all except 2,628 names belong to experts and begin alike. So one regular expression splits all names of a file, numpy
+# makes their keys, and only the names of other tensors are split one by one.
 
 # %% tags=["export"]
 PATTERNS_MAX = 1 << 20  # a key has room for 2^23
@@ -356,26 +359,26 @@ NUMBER_MASK = (1 << NUMBER_BITS) - 1
 _LINES = re.compile(f"(?:{re.escape(EXPERT_PATTERN)})?(.*)\n".replace(r"\#", "(0|[1-9][0-9]{0,5})"))
 
 
-def key_of(number, first, second):
-    "The sort key of pattern `number` and a name's two numbers, -1 for none: an int, or int64 arrays that broadcast."
+def key_of(number: Any, first: Any, second: Any) -> Any:
+    "The sort key of pattern `number` and a name's two numbers, -1 for none: ints, or int64 arrays that broadcast."
     return (number << NUMBER_BITS | first + 1) << NUMBER_BITS | second + 1
 
 
 def keys_of(names: list[str], number: Callable[[str], int]) -> np.ndarray:
     "The sort keys of `names`, int64 [names]: key_of split_name, with `number(pattern)` for the pattern's number."
     text = "\n".join(names) + "\n"
-    pieces = _LINES.split(text)
-    layer, expert, rest = (pieces[i::4] for i in (1, 2, 3))
-    if "#" in text or len(rest) != len(names):  # a name with a '#' or a line's end of its own
-        layer = expert = rest = [None] * len(names)
-    singly = [i for i, digits in enumerate(layer) if digits is None]
-    for i in singly:
-        rest[i] = None
+    texts = _LINES.split(text)
+    layer, expert, ending = (texts[i::4] for i in (1, 2, 3))
+    if "#" in text or len(ending) != len(names):  # a name has a '#' or a line feed of its own
+        layer = expert = ending = [None] * len(names)
+    one_by_one = [i for i, digits in enumerate(layer) if digits is None]
+    for i in one_by_one:
+        ending[i] = None
     value = {digits: int(digits or -1) for digits in {*layer, *expert}}
-    pattern = {end: 0 if end is None else number(EXPERT_PATTERN + end) for end in dict.fromkeys(rest)}
-    columns = (pattern, rest), (value, layer), (value, expert)
+    pattern = {end: 0 if end is None else number(EXPERT_PATTERN + end) for end in dict.fromkeys(ending)}
+    columns = (pattern, ending), (value, layer), (value, expert)
     keys = key_of(*(np.fromiter(map(table.get, column), np.int64) for table, column in columns))
-    for i in singly:
+    for i in one_by_one:
         name, *numbers = split_name(names[i])
         keys[i] = key_of(number(name), *numbers)
     return keys
@@ -384,8 +387,9 @@ def keys_of(names: list[str], number: Callable[[str], int]) -> np.ndarray:
 # %% [markdown]
 # ## 5.5.6 The index
 #
-# Of each tensor the index keeps the key, the offset, the shard, and one number for type and shape together, of which
-# the release has 39 kinds. Four numpy columns, sorted by key: 24 bytes a tensor, found by bisection.
+# Of each tensor the index keeps four numbers: the key, the offset, the shard, and the kind. A kind is a pair of type
+# and shape; the release has 39. The numbers are four numpy columns, sorted by key: 24 bytes a tensor. A tensor is found
+# by bisection.
 
 # %% tags=["export"]
 class Extent(NamedTuple):
@@ -400,10 +404,13 @@ class Extent(NamedTuple):
 class TensorIndex:
     """Where the tensors of a checkpoint's files lie: one row a tensor, 24 bytes, sorted by key.
 
-    add() takes one file after another, complete() is called once after the last; then nothing changes any more, and any
-    thread may ask. Before complete() there are no columns. By row: `key` int64 (key_of a name), `offset` int64
-    (from the start of the file), `kind` int32 (a place in `kinds`), `shard` int32 (a place in `files`).
+    add() is called for each file, then complete() once. Before complete() the index has no columns; after it, the index
+    never changes, and any thread may use it.
     """
+    key: np.ndarray  # int64 [tensors]: key_of the name
+    offset: np.ndarray  # int64 [tensors]: from the start of the file
+    kind: np.ndarray  # int32 [tensors]: a place in `kinds`
+    shard: np.ndarray  # int32 [tensors]: a place in `files`
 
     def __init__(self) -> None:
         self.files: list[str] = []
@@ -416,15 +423,15 @@ class TensorIndex:
 
 
 # %% [markdown]
-# The columns grow in place: arrays joined at the end would be held twice. A file's header goes through the quick
-# reader, and through the plain one only if the quick one declines.
+# The columns grow in place, because joining arrays would hold the data twice. A header is read by `quick_header`, and
+# by `parse_header` only if `quick_header` returns None.
 
 # %% tags=["export"]
 class TensorIndex(TensorIndex):
     def add(self, file: str, start: int, size: int, text: bytes | bytearray) -> None:
         """Add the tensors of a file of `size` bytes: its header's JSON is `text`, its data begin at byte `start`.
 
-        Raises CheckpointError if the header is not believed.
+        Raises CheckpointError if the header is damaged.
         """
         columns = quick_header(text, size - start)
         if columns is None:
@@ -459,8 +466,8 @@ class TensorIndex(TensorIndex):
 
 
 # %% [markdown]
-# From a name to its row and back. A number too large for a key belongs to no tensor, and must not spill into its
-# neighbour.
+# These methods lead from a name to its row and back. A number too large for its field of the key belongs to no tensor,
+# and must not change the field beside it.
 
 # %% tags=["export"]
 class TensorIndex(TensorIndex):
@@ -474,7 +481,7 @@ class TensorIndex(TensorIndex):
         return join_name(self.patterns[key >> 2 * NUMBER_BITS], first - 1, second - 1)
 
     def row(self, pattern: str, first: int, second: int) -> int:
-        "The row of a name that split_name took apart, or -1."
+        "The row of the tensor whose name split_name split into these three, or -1 if there is none."
         number = self._number.get(pattern)
         if number is None or not (-1 <= first < NUMBER_MASK and -1 <= second < NUMBER_MASK):
             return -1
@@ -483,7 +490,7 @@ class TensorIndex(TensorIndex):
         return row if row < len(self) and self.key[row] == key else -1
 
     def rows_of(self, names: list[str]) -> np.ndarray:
-        "The row of each of `names`, int64, -1 where there is none."
+        "The row of each of `names`, int64 [names], -1 for a name that no tensor has."
         return self._rows(keys_of(names, lambda pattern: self._number.get(pattern, -1)))
 
     def _rows(self, keys: np.ndarray) -> np.ndarray:
@@ -491,13 +498,13 @@ class TensorIndex(TensorIndex):
         return np.where(self.key.searchsorted(keys, "right") > row, row, -1)
 
     def extent(self, row: int) -> Extent:
-        "The Extent of the tensor in a row >= 0."
+        "The Extent of the tensor in a row, which must not be -1."
         dtype, shape, nbytes = self.kinds[self.kind[row]]
         return Extent(self.files[self.shard[row]], int(self.offset[row]), nbytes, dtype, shape)
 
 
 # %% [markdown]
-# And the questions about many at once, for a census and for the comparison with the config (5.4.5).
+# The last methods answer for many tensors at once: for the census (5.6) and for the comparison with the config (5.4.5).
 
 # %% tags=["export"]
 class TensorIndex(TensorIndex):
@@ -510,22 +517,22 @@ class TensorIndex(TensorIndex):
         return np.lexsort((self.offset, self.shard))
 
     def kinds_of(self, pattern: str, layers: Sequence[int], experts: Sequence[int]) -> set:
-        """{(dtype, shape)} of the tensors with `pattern` and any pair of numbers from two lists, -1 as in split_name.
+        """{(dtype, shape)} of the tensors with `pattern` and each pair of numbers from the two lists.
 
-        None is among them if a tensor is absent.
+        -1 stands for no number, as in split_name. The set holds None if one of these tensors is absent.
         """
         number = self._number.get(pattern, -1)
         rows = self._rows(key_of(number, np.array(layers, np.int64)[:, None], np.array(experts, np.int64)).ravel())
         return {None if kind < 0 else self.kinds[kind][:2] for kind in np.unique(np.append(self.kind, -1)[rows])}
 
     def count_of(self, prefix: str) -> int:
-        "How many tensors have a name that begins with `prefix`, in which there is no number."
+        "How many tensors have a name that begins with `prefix`, which must not hold a number."
         begins = np.array([pattern.startswith(prefix) for pattern in self.patterns], bool)
         return int(begins[self.key >> 2 * NUMBER_BITS].sum())
 
 
 # %% [markdown]
-# **Check.** The toy, and the toy's tensors in a second file too.
+# **Check.** The toy is indexed. A second file with tensors of the same names is refused.
 
 # %%
 index = TensorIndex()
@@ -537,16 +544,16 @@ for file in "one", "other":
     index.add(file, 8 + n, len(toy), toy[8:8 + n])
 try:
     index.complete()
-    raise AssertionError("believed")
+    raise AssertionError("accepted")
 except CheckpointError as error:
     print(error)
 
 # %% [markdown]
 # ## 5.5.7 What the index costs
 #
-# The obvious index is the parsed JSON. One layer's header is enough to weigh it; the table of 5.4 makes a true one,
-# since a header is made of shapes. Beside it, a dictionary of small tuples, what `model.safetensors.index.json` costs
-# (a name and a file for each tensor), and the four columns.
+# The obvious index is the parsed JSON. One layer's header is enough to measure it, and the table of 5.4 makes a true
+# header, because a header is made of shapes. Compared with it are a dictionary of small tuples, the contents of
+# `model.safetensors.index.json` (a name and a file for each tensor), and the four columns.
 
 # %%
 layer1 = sorted(layer_tensors(read_config(ROOT / "fixtures/k3"), 1), key=lambda t: (-ITEMSIZE[t[1]], t[0]))
@@ -562,7 +569,7 @@ assert all(index.extent(index.row(*split_name(name)))[1:] == (8 + len(header) + 
 
 # %% tags=["nbval-ignore-output"]
 def weigh(build):
-    "Bytes that what build() makes keeps, as Python's allocators count them."
+    "Bytes of the object that build() makes, as Python's allocators count them."
     tracemalloc.start()
     made = build()
     kept = tracemalloc.get_traced_memory()[0]
@@ -584,8 +591,8 @@ print(f"{'four sorted columns':36s}{each:5.0f} bytes a tensor {each * 497_220 / 
 
 
 # %% [markdown]
-# And the time, for the same header: entry by entry and name by name, as first written down, against columns. The
-# plain forms stay: they say what is right, and in words what is wrong.
+# The time is measured on the same header: entry by entry and name by name, then by columns. The slow forms are kept:
+# they define what is right, and they name what is wrong.
 
 # %% tags=["nbval-ignore-output"]
 def microseconds(make):
@@ -615,18 +622,17 @@ for what, plain, columns in (
     print(f"{what:14s} one by one {microseconds(plain):.1f} us a tensor, by columns {microseconds(columns):.1f} us")
 
 # %% [markdown]
-# A dictionary would answer faster. But a token asks for its 1,472 experts while it reads 137 GB, so splitting a name
-# and bisecting may take its microseconds.
+# A dictionary would answer faster. But a token looks up 1,472 experts while it reads 137 GB, so the microseconds of
+# splitting a name and bisecting do not matter.
 #
 # ## 5.5.8 Summary
 #
-# - A safetensors header gives every tensor's place; 24 bytes a tensor are enough to remember it.
-# - Bytes without structure need a header without doubt: types, sizes, no gap, no overlap, no byte too many, or one line
-#   that says what is wrong.
-# - Half a million entries are checked as columns. What is plainly right passes; the rest goes to the reader that has
-#   words for it.
+# - A safetensors header gives every tensor's place. An index of 24 bytes a tensor is enough to keep it.
+# - The numbers have no structure, so every doubt about the header is an error: types, sizes, no gap, no overlap, no
+#   trailing byte, or one line that says what is wrong.
+# - Half a million entries are checked as columns. A header that fails is read again, entry by entry, to name the fault.
 #
 # **Exercises.**
-# 1. Swap the `data_offsets` of two tensors of equal shape. Why does no check of this chapter object, and what would?
-# 2. Put a tensor of shape `[0]` in front, in the middle and at the end of a file. Which of the checks of 5.5.2 must
-#    let it pass?
+# 1. Swap the `data_offsets` of two tensors of equal shape. Why does no check of this chapter notice it, and what would?
+# 2. Put a tensor of shape `[0]` at the front, in the middle and at the end of a file. Which of the checks of 5.5.2 must
+#    accept it?

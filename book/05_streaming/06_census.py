@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 5.6 Where 1.56 TB lie
 #
-# How much of the checkpoint is experts, how much does one token read, and is what belongs together stored together?
-# The headers alone answer. At the end of this chapter you can count a checkpoint of any size without reading one
-# weight.
+# How much of the checkpoint is experts? How much of it does one token read? Are the tensors of one layer, or of one
+# expert, stored side by side? The headers alone answer these questions. At the end of this chapter you can count a
+# checkpoint of any size without reading one weight.
 #
 # [5.5 Headers, and half a million tensors in four columns](05_header.ipynb) ·
 # [contents](../README.md) ·
@@ -41,8 +41,8 @@ MODEL = ROOT / "fixtures/oracle13/model"
 # %% [markdown]
 # ## 5.6.1 The release, from shapes alone
 #
-# The release itself is not needed to count it: its shapes are public, and a header is made of shapes. The text
-# stack's come from the table of 5.4; the image side, which this engine does not run, is listed here.
+# The release itself is not needed to count it: its shapes are public, and a header is made of shapes. The shapes of the
+# text stack come from the table of 5.4. Those of the image side, which this engine does not run, are listed here.
 
 # %%
 VISION = {"wqkv": [4608, 1024], "wo": [1024, 1536], "mlp.fc0": [4096, 1024], "mlp.fc1": [1024, 4096],
@@ -65,9 +65,10 @@ def released_shards(config):
 
 
 # %% [markdown]
-# The order inside a shard is not published in words, but the file sizes are, to the byte, and offsets are written in
-# decimal: another order gives other sizes. Float32 first, then BF16, then bytes, by name within each, with no
-# metadata, gives the published size of each kind of shard and the published sum.
+# The order of the tensors in a shard is not described anywhere, but the sizes of the files are published. Offsets are
+# written as decimal numbers, so another order gives a header of another length. The order that gives the published size
+# of each kind of shard, and the published sum, is: float32 first, then BF16, then bytes, by name within each type,
+# without metadata.
 
 # %% tags=["nbval-ignore-output"]
 k3 = TensorIndex()
@@ -91,8 +92,9 @@ print(f"{len(k3.patterns)} patterns of names, {len(k3.kinds)} kinds of dtype and
 # %% [markdown]
 # ## 5.6.2 Rows by part
 #
-# Every tensor belongs to one part, told by its name. The trunk is what every token passes through: all of the layers
-# except the routed experts, shared experts included. Parameters: a packed byte is two, a scale none.
+# Every tensor belongs to one part of the model, which follows from its name. The trunk is the part of the layers that
+# every token uses: everything but the routed experts, so the shared experts belong to it. A packed byte counts as two
+# parameters, a scale as none.
 
 # %% tags=["export"]
 def _params_per_element(pattern: str) -> int:
@@ -101,7 +103,7 @@ def _params_per_element(pattern: str) -> int:
 
 
 class _Columns(NamedTuple):
-    "Of every row of an index: the number of its part in PARTS (int8), its bytes and its parameters (int64)."
+    "For each row of an index: its part's number in PARTS (int8), its bytes and its parameters (int64)."
     part: np.ndarray
     nbytes: np.ndarray
     params: np.ndarray
@@ -116,13 +118,13 @@ def _columns(index: TensorIndex) -> _Columns:
 
 
 # %% [markdown]
-# Rows that belong together, a layer's trunk or an expert's six, are summed after one sort. A believed file has no
-# gaps, so a group is contiguous exactly if it stays in one shard and its last end minus its first begin is the sum of
-# its sizes.
+# Rows that belong together are the trunk tensors of a layer, or the six tensors of an expert. They are summed after one
+# sort. A file with a valid header has no gaps. So a group is contiguous exactly if it lies in one shard, and if the end
+# of its last tensor minus the begin of its first is the sum of its sizes.
 
 # %% tags=["export"]
 class _Groups(NamedTuple):
-    "Rows of equal label, one element a group; `whole` says whether the group is one contiguous range of a file."
+    "Groups of rows of equal label, one element a group; `whole` is True if the group is contiguous in one file."
     label: np.ndarray
     shard: np.ndarray
     offset: np.ndarray
@@ -144,17 +146,17 @@ def _groups(index: TensorIndex, chosen: np.ndarray, label: np.ndarray, nbytes: n
 
 
 def _layer_label(index: TensorIndex) -> np.ndarray:
-    "Of every row: its name's first number plus one."
+    "For each row: the first number of its name plus one."
     return index.key >> NUMBER_BITS & NUMBER_MASK
 
 
 def _trunk_groups(index: TensorIndex, columns: _Columns) -> _Groups:
-    "A group a layer; its label is the layer plus one."
+    "One group for each layer's trunk tensors; its label is the layer plus one."
     return _groups(index, columns.part == PARTS.index("trunk"), _layer_label(index), columns.nbytes)
 
 
 def _expert_groups(index: TensorIndex, columns: _Columns) -> _Groups:
-    "A group an expert; its label is the key without the pattern."
+    "One group for each expert; its label is the key without the pattern."
     label = index.key & (1 << 2 * NUMBER_BITS) - 1
     return _groups(index, columns.part == PARTS.index("experts"), label, columns.nbytes)
 
@@ -162,17 +164,17 @@ def _expert_groups(index: TensorIndex, columns: _Columns) -> _Groups:
 # %% [markdown]
 # ## 5.6.3 The census
 #
-# *Always active* is the whole text stack but the routed experts. *Active per token* adds the chosen experts and
-# leaves out the embedding, of which a token looks up one row and multiplies nothing.
+# *Always active* is the whole text stack except the routed experts. *Active per token* adds the chosen experts and
+# leaves out the embedding, of which a token uses one row and multiplies nothing.
 
 # %% tags=["export"]
 @dataclass(frozen=True)
 class Census:
-    """What a checkpoint holds, counted from its headers; sizes in bytes.
+    """Counts and sizes of a checkpoint, from its headers. Sizes are in bytes.
 
-    `expert_bytes` is the largest expert's size. Parameters are those of the text stack: `always_active` without the
-    routed experts; `active_per_token` with `experts_per_token` of them in each layer that has any, without the
-    embedding table, and None if that number is not known.
+    `expert_bytes` is the size of the largest expert. `parameters` are those of the text stack, `always_active` are
+    those without the routed experts. `active_per_token` counts `experts_per_token` experts in each layer that has any,
+    and no embedding; it is None if experts_per_token is not known.
     """
     shards: int
     tensors: int
@@ -200,12 +202,13 @@ class Census:
     active_per_token: int | None
 
     def as_dict(self) -> dict[str, Any]:
-        "For JSON."
+        "The fields by name, for JSON."
         return asdict(self)
 
 
 # %% [markdown]
-# As text it has a line for each part; tensors that belong to none are shown only if there are any.
+# As text, the census has a line for each part. A line for tensors that belong to no part is shown only if there are
+# any.
 
 # %% tags=["export"]
 def _short(n: int) -> str:
@@ -218,7 +221,7 @@ def _short(n: int) -> str:
 
 class Census(Census):
     def table(self) -> str:
-        "The census as text, a line a row."
+        "The census as text, a line for each part of the model."
         c, largest = self, self.largest_layer_bytes
         each = f"{c.experts // c.expert_layers if c.experts else 0} x {c.expert_layers} layers = {c.experts:,}"
         run = f"{largest / 1e6:,.0f} MB" if largest >= 1e7 else f"{largest:,} bytes"
@@ -243,11 +246,11 @@ class Census(Census):
 
 
 # %% [markdown]
-# Counting is sums over the columns, by part.
+# The counts are sums over the columns, by part.
 
 # %% tags=["export"]
 def census(index: TensorIndex, experts_per_token: int | None = None) -> Census:
-    "The Census of an index; active parameters only if told how many experts a token uses."
+    "The Census of an index. Its active parameters are None unless `experts_per_token` is given."
     columns = _columns(index)
     tensors, size, params = (dict(zip(PARTS, (int(values[columns.part == i].sum()) for i in range(len(PARTS)))))
                              for values in (np.ones(len(index), np.int64), columns.nbytes, columns.params))
@@ -275,7 +278,7 @@ def census(index: TensorIndex, experts_per_token: int | None = None) -> Census:
 
 
 # %% [markdown]
-# The embedded model first: its config says four experts of sixteen for each token.
+# The embedded model first. Its config says that a token uses four experts of sixteen.
 
 # %%
 oracle = TensorIndex()
@@ -286,7 +289,7 @@ oracle.complete()
 print(census(oracle, read_config(MODEL).num_experts_per_token).table())
 
 # %% [markdown]
-# And the release: every figure of its own listing, from shapes alone.
+# Then the release. Every figure of its published listing follows from shapes alone.
 
 # %%
 whole = census(k3, 16)
@@ -296,8 +299,8 @@ if (layers, experts) == (93, 896):
 print(whole.table())
 
 # %% [markdown]
-# Now the picture that decides how this book is built: the experts fill the disk, but a token reads sixteen of 896 per
-# layer, and all of the trunk, and one head.
+# The next picture decides how the engine is built. The experts fill the disk, but a token reads only sixteen of 896 in
+# each layer. It reads all of the trunk, and the head.
 
 # %%
 token = {"routed experts": 16 * whole.expert_layers * whole.expert_bytes, "trunk": whole.trunk_bytes,
@@ -323,20 +326,22 @@ for ax, title, parts in (axes[0], "On disk", disk), (axes[1], "Read for one toke
     green = "lm_head" if parts is token else "embed, lm_head"
     ax.set(yticks=[], xlim=(0, 100), title=f"{title}: {sum(parts.values()) / 1e9:,.0f} GB (green: {green})")
 axes[1].set_xlabel("share of the bytes (%)")
-fig.suptitle("The experts fill the disk, the trunk fills a token", x=0.01, ha="left", fontsize=10, fontweight="bold")
+shares = disk["routed experts"] / sum(disk.values()), token["trunk"] / sum(token.values())
+title = "Experts are {:.0%} of the bytes on disk, the trunk {:.0%} of a token's reads".format(*shares)
+fig.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
 plt.show()
 
 
 # %% [markdown]
-# ## 5.6.4 In one piece, or not
+# ## 5.6.4 Contiguous, or not
 #
-# Nothing in the format says that a layer's tensors are neighbours. In the order that gives the published sizes they
-# are, and a copy of the trunk to a faster disk (5.19) relies on it. So the report says which layer breaks it, and
-# what lies in between.
+# The format does not promise that a layer's tensors are neighbours. In the order that gives the published sizes they
+# are, and a copy of the trunk to a faster disk (5.19) relies on it. So the report names each layer whose trunk is not
+# contiguous, and the tensor that interrupts it.
 
 # %% tags=["export"]
 class Run(NamedTuple):
-    "A layer's trunk from its first byte on; `broken` says why it is not one contiguous range, '' if it is."
+    "A layer's trunk: its first byte, its size, and in `broken` why it is not contiguous, '' if it is."
     file: str
     offset: int
     nbytes: int
@@ -345,17 +350,22 @@ class Run(NamedTuple):
 
 
 class Contiguity(NamedTuple):
-    "Run of each layer by number, how many experts there are, and the (layer, expert) pairs that are not contiguous."
+    "The Run of each layer by number, the number of experts, and the (layer, expert) pairs that are not contiguous."
     layers: dict[int, Run]
     experts: int
     broken_experts: list[tuple[int, int]]
 
     @property
     def broken_layers(self) -> dict[int, str]:
-        "Why, for each layer that is not contiguous."
+        "The reason, for each layer that is not contiguous."
         return {layer: run.broken for layer, run in self.layers.items() if run.broken}
 
 
+# %% [markdown]
+# A layer is interrupted in one of two ways: one of its tensors lies in another shard, or a tensor of another layer or
+# of an expert lies between its own.
+
+# %% tags=["export"]
 def contiguity(index: TensorIndex) -> Contiguity:
     "The Contiguity of an index."
     columns = _columns(index)
@@ -370,7 +380,7 @@ def contiguity(index: TensorIndex) -> Contiguity:
 
 
 def _breaker(index: TensorIndex, columns: _Columns, label: int, shard: int, offset: int) -> str:
-    "What interrupts the trunk group `label` that begins at byte `offset` of `shard`."
+    "A sentence on the tensor that interrupts the trunk group `label`, which begins at byte `offset` of `shard`."
     mine = (columns.part == PARTS.index("trunk")) & (_layer_label(index) == label)
     elsewhere = np.flatnonzero(mine & (index.shard != shard))
     if len(elsewhere):
@@ -384,12 +394,12 @@ def _breaker(index: TensorIndex, columns: _Columns, label: int, shard: int, offs
 for label, index in ("released", k3), ("embedded", oracle):
     found = contiguity(index)
     print(f"{label}: {len(found.layers) - len(found.broken_layers)} of {len(found.layers)} layers, "
-          f"{found.experts - len(found.broken_experts):,} of {found.experts:,} experts in one piece")
+          f"{found.experts - len(found.broken_experts):,} of {found.experts:,} experts contiguous")
 
 # %% [markdown]
-# Broken on purpose: layer 1 of the embedded model rewritten with its smallest tensors first, which puts scales of
-# experts between norms and projections. Every tensor would read back equal, so this is legal, and only the report can
-# tell.
+# Broken on purpose: layer 1 of the embedded model is written again with its smallest tensors first, so that scales of
+# experts lie between norms and projections. Every tensor would be read back unchanged, so the file is valid, and only
+# the report shows the difference.
 
 # %%
 named = {oracle.name(row): oracle.extent(row) for row in oracle.in_file_order() if layer_of(oracle.name(row)) == 1}
@@ -398,12 +408,12 @@ head = header_bytes((name, e.dtype, e.shape) for name, e in sorted(named.items()
 by_size.add("by_size", len(head), len(head) + sum(e.nbytes for e in named.values()), head[8:])
 by_size.complete()
 found = contiguity(by_size)
-print(found.broken_layers, f"and {len(found.broken_experts)} of {found.experts} experts are not in one piece")
+print(found.broken_layers, f"and {len(found.broken_experts)} of {found.experts} experts are not contiguous")
 assert found.broken_layers and found.broken_experts
 
 # %% [markdown]
-# The map of the shard as it was. Neighbours differ in shade; a gap would be white, an overlap would darken, a tensor
-# of the other kind inside a run would show as a stripe.
+# The map of the original shard. Neighbours differ in shade. A gap would be white, an overlap darker, and a tensor of
+# the other kind would show as a stripe.
 
 # %%
 fig, ax = plt.subplots(figsize=(6.5, 2.2))
@@ -419,17 +429,18 @@ for color, what in ("C0", "trunk, one tensor a shade"), ("C1", "experts, six ten
     ax.text(x, 1.05, f"{len(places[color])} tensors", ha="center", color=color)
     ax.text(x, 0.5, what.replace(", ", ",\n"), ha="center", va="center", color="white")
 ax.set(yticks=[], ylim=(0, 1.2), xlim=(0, None), xlabel="place in the file (kB)",
-       title="Layer 1 of the embedded model: one run of trunk, one of experts")
+       title="Layer 1 of the embedded model: the trunk is contiguous, then come the experts")
 plt.show()
 
 # %% [markdown]
 # ## 5.6.5 Summary
 #
-# - 76 MB of headers stand for 1.56 TB: what is where, and how much, is known without reading a weight.
-# - 93% of the disk are experts, 79% of a token's reads are trunk. RAM goes to the trunk first.
-# - That a layer lies in one piece is a fact about these files, not about the format; so it is checked.
+# - 76 MB of headers describe 1.56 TB: the place and size of every tensor are known without reading a weight.
+# - 93% of the bytes on the disk are experts, 79% of the bytes that a token reads are trunk. So RAM goes to the trunk
+#   first.
+# - That a layer is contiguous is a fact about these files and not about the format, so it is checked.
 #
 # **Exercises.**
 # 1. How many bytes would a token read if all experts were active? And if the trunk were in MXFP4 as well?
-# 2. A layer's trunk in two files has the right sizes. Which of the two conditions of 5.6.2 sees that it is not
+# 2. A layer's trunk lies in two files, and its sizes add up. Which of the two conditions of 5.6.2 finds that it is not
 #    contiguous?

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 5.7 A checkpoint, opened
 #
-# A checkpoint is a folder: some files of weights, perhaps a list of what they hold. At the end of this chapter you
-# can open one from its headers alone, refuse it if a file is missing or list and files disagree, and read any of its
-# tensors.
+# A checkpoint is a folder with files of weights, and perhaps a list of the tensors in them. At the end of this chapter
+# you can open one from its headers alone, refuse it if a file is missing or if the list and the files disagree, and
+# read any of its tensors.
 #
 # [5.6 Where 1.56 TB lie](06_census.ipynb) ·
 # [contents](../README.md) ·
@@ -18,6 +18,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -46,16 +47,16 @@ MODEL = ROOT / "fixtures" / "oracle13" / "model"
 # %% [markdown]
 # ## 5.7.1 Which files
 #
-# Shards say in their names how many they are, so a missing one is known before any is opened.
+# The name of a shard says how many shards there are, so a missing one is found before any is opened.
 
 # %% tags=["export"]
 _SHARD = re.compile(r"model-(\d{5,6})-of-(\d{5,6})\.safetensors", re.ASCII)
 
 
-def shard_names(folder: str | Path) -> list[str]:
+def shard_names(folder: str | os.PathLike[str]) -> list[str]:
     """The checkpoint's file names in order: model.safetensors alone, or every model-XXXXX-of-YYYYYY.safetensors.
 
-    Raises FileNotFoundError if there is no such folder, CheckpointError if a file is missing or does not belong.
+    Raises FileNotFoundError if the folder does not exist, CheckpointError if a file is missing or is one too many.
     """
     if not os.path.isdir(folder):
         what = "a file" if os.path.exists(folder) else "no such folder"
@@ -83,13 +84,14 @@ def shard_names(folder: str | Path) -> list[str]:
 
 
 # %% [markdown]
-# ## 5.7.2 The list that lies beside
+# ## 5.7.2 The list beside the files
 #
-# A checkpoint in pieces brings a list of its own, `model.safetensors.index.json`: for each tensor, the file that
-# holds it. The headers know better, but where the two disagree, a file was exchanged or a tensor renamed, and neither
-# is believed. Parsed whole, the list of the release would weigh more than everything here (5.5.7). So it is read a
-# quarter of a megabyte at a time and cut behind a file's name. There one part is closed with `}}`, the next opened
-# with `{"weight_map":{`, and each is a JSON object to be read as strictly as a header.
+# A checkpoint of several files comes with a list, `model.safetensors.index.json`: for each tensor, the file that holds
+# it. The headers would be enough. But if the list disagrees with them, a file was replaced or a tensor renamed, and
+# neither is accepted. As one Python object, the list of the release would take more memory than all else in this
+# chapter (5.5.7). So it is read a quarter of a megabyte at a time, and each block is cut after the last name of a file.
+# There one part is closed with `}}` and the next is opened with `{"weight_map":{`, so that each part is a JSON object,
+# which is read as strictly as a header.
 
 # %% tags=["export"]
 INDEX = "model.safetensors.index.json"
@@ -98,9 +100,9 @@ _CUT = b'.safetensors",'
 
 
 def index_pieces(path: str, most: int) -> Iterator[dict]:
-    """The JSON object in the file `path`, of at most `most` bytes, as several: each holds a part of its "weight_map".
+    """The JSON object in the file `path` as several objects, each with a part of its "weight_map".
 
-    Raises CheckpointError if the file is larger, cannot be read, or is no such object.
+    Raises CheckpointError if the file has more than `most` bytes, cannot be read, or holds no such object.
     """
     with open_shard(path) as file:
         size, text, front = os.fstat(file.fileno()).st_size, b"", b""
@@ -124,14 +126,15 @@ def index_pieces(path: str, most: int) -> Iterator[dict]:
 
 
 # %% [markdown]
-# Each part is compared with the headers' index. A tensor that is listed but nowhere gets row -1, whose shard is -1,
-# which is no file's number.
+# Each part is compared with the index that was made from the headers. A tensor that is listed but not in any file has
+# row -1. One more row at the end of the shard's column has the value -1, which is no file's number, so the comparison
+# fails for such a tensor too.
 
 # %% tags=["export"]
 def _mark_listed(index: TensorIndex, shard: np.ndarray, path: str, listed: dict, seen: np.ndarray) -> None:
-    """Mark the rows of `listed`, {tensor: file}, in `seen`; `shard` is the index's column and a last -1 for row -1.
+    """Mark the rows of `listed`, {tensor: file}, in `seen`; `shard` is the index's column with one more row of -1.
 
-    Raises CheckpointError if a tensor lies in another file or was seen before.
+    Raises CheckpointError if a tensor lies in another file or was listed before.
     """
     number = {os.path.basename(file): i for i, file in enumerate(index.files)}
     names, files = [*listed], [*listed.values()]
@@ -148,12 +151,12 @@ def _mark_listed(index: TensorIndex, shard: np.ndarray, path: str, listed: dict,
 
 
 def check_index(index: TensorIndex, path: str) -> None:
-    "Raise CheckpointError unless the file `path`, if there is one, lists what `index` holds."
+    "Raise CheckpointError unless the file `path` does not exist or lists exactly the tensors of `index`."
     if not os.path.lexists(path):
         return
     payload = int(index.nbytes().sum())
     shard, totals = np.append(index.shard, -1), []
-    seen = np.zeros(len(shard), bool)  # the last is row -1, which is never seen
+    seen = np.zeros(len(shard), bool)  # the last element stands for row -1 and is never set
     for piece in index_pieces(path, 2 * (sum(index.file_sizes) - payload) + 1_000_000):
         _mark_listed(index, shard, path, piece["weight_map"], seen)
         metadata = piece.get("metadata", {})
@@ -171,25 +174,30 @@ def check_index(index: TensorIndex, path: str) -> None:
 # %% [markdown]
 # ## 5.7.3 The checkpoint
 #
-# Opening it is: know the files, read their headers into the index of 5.5, compare the list. The files stay open, and
-# each one's fingerprint is kept, so that a file exchanged during a run is noticed (5.9).
+# A checkpoint is opened in three steps: find the files, read their headers into the index of 5.5, compare the list. The
+# files stay open. The fingerprint of each is kept, so that a file that is replaced during a run is noticed (5.9). The
+# process may need more open files than the system grants at first (5.1.6): one here, and two for a reader that bypasses
+# the page cache and sometimes cannot.
 
 # %% tags=["export"]
+DESCRIPTORS_A_FILE = 3  # one in Checkpoint, one or two in the reader of 5.9
+
+
 class Checkpoint:
     """The tensors of a folder of safetensors files, found from the headers alone: 24 bytes of memory a tensor.
 
-    Raises FileNotFoundError if there is no such folder, CheckpointError if a file is missing or its header is not
-    believed. The files stay open until `close()` or the end of a `with` block; reads may come from any thread.
+    Raises FileNotFoundError if the folder does not exist, CheckpointError if a file is missing or a header is damaged.
+    The files stay open until `close()` or the end of a `with` block. Any thread may read.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self._files: list = []
         self.path = Path(path)
         self.index = TensorIndex()
         self.fingerprints: dict[str, Fingerprint] = {}  # of each file whose header was read
         try:
             names = shard_names(self.path)
-            allow_open_files(len(names))
+            allow_open_files(DESCRIPTORS_A_FILE * len(names))
             for name in names:
                 self._add(str(self.path / name))
             self.index.complete()
@@ -210,12 +218,18 @@ class Checkpoint:
         "The full paths of the files, in order."
         return self.index.files
 
+
+# %% [markdown]
+# A checkpoint that is dropped closes its files too, without the warning that Python gives for each file left open.
+
+# %% tags=["export"]
+class Checkpoint(Checkpoint):
     def close(self) -> None:
         "Close the files. Later reads raise CheckpointError."
         for file in self._files:
             file.close()
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_) -> None:
@@ -226,7 +240,8 @@ class Checkpoint:
 
 
 # %% [markdown]
-# What is there, and where. A name that is not there is an error that says among how many it was looked for.
+# These methods tell which tensors the checkpoint has, and where they lie. The error for an absent name says how many
+# tensors and files were searched.
 
 # %% tags=["export"]
 class Checkpoint(Checkpoint):
@@ -248,7 +263,7 @@ class Checkpoint(Checkpoint):
         return row
 
     def extent(self, name: str) -> Extent:
-        "Where a tensor lies. Raises CheckpointError if there is none of that name."
+        "Where a tensor lies. Raises CheckpointError if the checkpoint has no tensor of that name."
         return self.index.extent(self._row(*split_name(name)))
 
     def expert(self, layer: int, expert: int) -> dict[str, Extent]:
@@ -266,13 +281,13 @@ class Checkpoint(Checkpoint):
 
 
 # %% [markdown]
-# Values are for looking and for checks; a run reads past the page cache (5.9). BF16 is the upper half of a float32,
-# so its values are exact.
+# Values are read here for checks and small uses; a run reads them past the page cache (5.9). BF16 is the upper half of
+# a float32, so its values are exact in float32.
 
 # %% tags=["export"]
 class Checkpoint(Checkpoint):
     def raw(self, name: str) -> np.ndarray:
-        "A tensor's bits as stored: uint16 for BF16, uint8 for F8, else numpy's own type of that name."
+        "A tensor's bits as stored: uint16 for BF16, uint8 for F8, else numpy's type of the same name."
         row = self._row(*split_name(name))
         extent = self.index.extent(row)
         out = np.empty(extent.shape, ARRAY_DTYPES[extent.dtype])
@@ -293,19 +308,19 @@ class Checkpoint(Checkpoint):
         return wide.view(np.float32)
 
     def census(self, experts_per_token: int | None = None) -> Census:
-        "Where the bytes and parameters are; active parameters only if told how many experts a token uses."
+        "Counts and sizes by part. Active parameters are None unless `experts_per_token` is given."
         return census(self.index, experts_per_token)
 
     def contiguity(self) -> Contiguity:
-        "Which layers' trunks and which experts can be read in one piece."
+        "Which layers' trunks and which experts are contiguous in their files."
         return contiguity(self.index)
 
 
 # %% [markdown]
-# ## 5.7.4 Believed or refused
+# ## 5.7.4 Accepted or refused
 #
-# Against the `safetensors` library, an independent reader in Rust: same names, types, shapes and bytes in all 16
-# files of the embedded model, and the sum of the bytes is what the model's own `metadata.total_size` says.
+# The `safetensors` library is an independent reader in Rust. In all 16 files of the embedded model it must find the
+# same names, types, shapes and bytes, and the sum of the bytes must be the model's own `metadata.total_size`.
 
 # %%
 oracle = Checkpoint(MODEL)
@@ -322,7 +337,7 @@ print(f"{len(oracle):,} tensors, {compared:,} bytes equal")
 
 
 # %% [markdown]
-# The list that lies beside, wrong in one way at a time. Each line names the tensor, where it was found, and where it
+# The list beside the files, wrong in one way at a time. Each line names the tensor, where it was found, and where it
 # was expected.
 
 # %%
@@ -351,7 +366,7 @@ for change in (
 assert listed(lambda index: None) is None
 
 # %% [markdown]
-# The two silent mistakes of 5.5.1 must fail this gate, or the gate is worth nothing.
+# The two silent mistakes of 5.5.1 must fail this comparison, or the comparison proves nothing.
 
 # %%
 name = tensor_name(3, "mla", "q_b_proj")
@@ -368,8 +383,8 @@ assert np.abs(as_half - right).max() > 0.1 * np.abs(right).max()
 # %% [markdown]
 # ## 5.7.5 Half a million tensors
 #
-# The released shape as sparse files, true headers in front of holes, and the list of them. On disk they take 76 MB of
-# headers and 60 MB of list. Only the layers are written here; the census of all 96 files is in 5.6.
+# The released shape as sparse files: true headers, then holes, and the list of all tensors. On the disk the headers
+# take 76 MB and the list 60 MB. Only the layers are written here; the census of all 96 files is in 5.6.
 
 # %%
 scratch = tempfile.TemporaryDirectory()
@@ -398,7 +413,7 @@ print(f"{len(k3):,} tensors indexed in {spent:.1f} s, {time.perf_counter() - sta
       f"{sum(disk_bytes(f.stat()) for f in folder.iterdir()) / 1e6:.0f} MB on disk")
 
 # %% [markdown]
-# A token asks for 16 experts of each of 92 layers, six tensors each.
+# A token needs 16 experts in each of 92 layers, six tensors each.
 
 # %% tags=["nbval-ignore-output"]
 chosen = [(L, E) for L in range(1, layers) for E in range(0, experts, max(1, experts // 16))]
@@ -415,13 +430,13 @@ scratch.cleanup()
 # %% [markdown]
 # ## 5.7.6 Summary
 #
-# - A folder is opened from its headers: files that are all there, an index of 24 bytes a tensor, a list that agrees
-#   or is refused.
-# - A second account, the list of files, must agree with the first, or neither is believed.
+# - A checkpoint is opened from its headers alone. No file may be missing, and the index takes 24 bytes a tensor.
+# - The list beside the files must agree with the headers, or neither is accepted.
 # - Two silent mistakes, an offset from the file's start and BF16 read as float16, fail the comparison with another
 #   reader.
 #
 # **Exercises.**
-# 1. Write `rows(checkpoint, name, first, count)` on `extent` and `read_exactly`, so that a token's embedding row
-#    costs 14,336 bytes, not 2.35 GB. Check it against `raw(name)[first:first + count]`.
-# 2. Give `index_pieces` a list whose cut falls inside a name. Is it refused, and with which words?
+# 1. Write `rows(checkpoint, name, first, count)` with `extent` and `read_exactly`, so that a token's row of the
+#    embedding is read in 14,336 bytes and not in 2.35 GB. Compare it with `raw(name)[first:first + count]`.
+# 2. Add `"made_from": ["a.safetensors", "b.safetensors"]` to a list's metadata. For which values of `INDEX_BLOCK` is
+#    the list refused, and with which message?

@@ -11,7 +11,7 @@
 # to its logits and name every tensor it meets, in order. All weights are in memory here; the chapters that follow take
 # them from a disk, and not one line of this loop changes.
 #
-# Needs chapters 2.1 to 4.2 (the layers), 5.3 (the config), 5.4 (names) and 5.6 (the checkpoint). Runs in half a minute.
+# Needs chapters 2.1 to 4.2 (the layers), 5.3 (the config), 5.4 (names) and 5.7 (the checkpoint). Runs in half a minute.
 #
 # [5.7 A checkpoint, opened](07_checkpoint.ipynb) ·
 # [contents](../README.md) ·
@@ -30,28 +30,42 @@ import functools
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import numpy as np
 from safetensors.numpy import load_file
 
 from k3lib.checkpoint import Checkpoint
 from k3lib.config import read_config
+from k3lib.mla import LATENT_EPS
 from k3lib.mxfp4 import decode
-from k3lib.tensors import EMBED, FINAL, HEAD, expert_name, layer_parts, tensor_name
+from k3lib.tensors import EMBED, expert_name
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 plt.style.use(ROOT / "book" / "k3.mplstyle")
 FOLDER = ROOT / "fixtures" / "oracle13" / "model"
 EXPECTED = load_file(FOLDER.parent / "expected.safetensors")
 config, checkpoint = read_config(FOLDER), Checkpoint(FOLDER)
-LATENT_EPS = 1e-6
+
+# %% tags=["export"]
+from collections.abc import Callable, Sequence as Ids
+from typing import Any, Protocol
+
+import numpy as np
+
+from k3lib.config import Config
+from k3lib.functions import rms_norm
+from k3lib.kda import KDAShape, kda_layer, kda_state
+from k3lib.matmul import NotFinite, linear
+from k3lib.mla import MLAShape, mla_cache, mla_layer
+from k3lib.moe import LayerExperts, MoEShape, Situ, dense_mlp, moe_layer
+from k3lib.residual import mix
+from k3lib.tensors import ATTENTION_NORMS, FFN_NORMS, FINAL, HEAD, layer_parts, tensor_name
 
 
 # %% [markdown]
 # ## 5.8.1 The whole model in float64
 #
-# Slow, dense and close to the equations: each expert is decoded, each matrix is widened, all positions are computed at
-# once with the full attention matrix. `wrong` switches on one mistake at a time. The traps inside single layers had
-# their turn in their chapters; these are the ones that only the loop can make.
+# Slow, dense and close to the equations: each expert is decoded, each matrix is converted to float64, all positions are
+# computed at once with the full attention matrix. `wrong` switches on one mistake at a time. The mistakes inside single
+# layers are in the layers' chapters; these are the ones that only the loop can make.
 
 # %%
 def rms(x, w, eps):
@@ -206,6 +220,7 @@ for wrong in ("boundary does not clear p", "plain residual", "no final mix", "la
     print(f"{wrong:<28} largest logit difference {moved:5.1f}, {same:2d} of 20 ids still right")
     assert moved > 1000 * LOGIT_TOLERANCE
 
+
 # %% [markdown]
 # The last row stands for what a reader of `full_attn_layers` meets in K3: layers 92 and 93 are both MLA, and a map that
 # alternates by rule calls the last one KDA. Its tensors are not in the checkpoint; an engine that treats the missing
@@ -213,27 +228,10 @@ for wrong in ("boundary does not clear p", "plain residual", "no final mix", "la
 #
 # ## 5.8.3 The forward pass on the book's kernels
 #
-# Between two forward passes a sequence keeps three things. Per KDA layer: a recurrent state and the last three inputs
-# of the convolution, whose size never grows. Per MLA layer: the latent KV cache, one row a token. And one number, the
-# position.
-#
-# A pass that Ctrl-C ends in layer 40 leaves a sequence in which 40 layers have read a token and 53 have not. Nothing
-# can undo that, so the sequence remembers it: `complete` is False from the beginning of a pass to its end.
+# A layer function of chapters 2 to 4 gets its numbers as one tuple: heads, widths, ceilings, epsilons. The config holds
+# them all, under the names of the released code. Three functions pick them out; nothing else in the book does.
 
 # %% tags=["export"]
-from collections.abc import Callable, Sequence as Ids
-from typing import Protocol
-import numpy as np
-from k3lib.matmul import NotFinite, linear
-from k3lib.functions import rms_norm
-from k3lib.kda import KDAShape, kda_layer, kda_state
-from k3lib.mla import MLAShape, mla_cache, mla_layer
-from k3lib.residual import mix
-from k3lib.moe import MoEShape, Situ, dense_mlp, moe_layer
-from k3lib.config import Config
-from k3lib.tensors import ATTENTION_NORMS, FFN_NORMS, FINAL, HEAD, layer_parts, tensor_name
-
-
 def kda_shape(config: Config) -> KDAShape:
     "The numbers of the KDA layers of a model."
     c = config
@@ -247,11 +245,28 @@ def mla_shape(config: Config) -> MLAShape:
 
 
 def moe_shape(config: Config) -> MoEShape:
-    "The numbers of the feed-forward halves of a model."
+    "The numbers of the MoE layers of a model; dense layers use its `situ`."
     c = config
     situ = Situ(c.activation_situ_beta, c.activation_situ_linear_beta)
     return MoEShape(c.num_experts_per_token, c.routed_scaling_factor, situ, c.rms_norm_eps)
 
+
+# %% [markdown]
+# The embedded model's own. `latent_eps` is no field of any config (3.1.6): the shape's default stands.
+
+# %%
+for found in (kda_shape(config), mla_shape(config), moe_shape(config)):
+    print(found)
+assert mla_shape(config).latent_eps == LATENT_EPS != config.rms_norm_eps == kda_shape(config).eps
+
+
+# %% [markdown]
+# Between two forward passes a sequence keeps three things. Per KDA layer: a recurrent state and the last three inputs
+# of the convolution, whose size never grows. Per MLA layer: the latent KV cache, one row a token. And one number, the
+# position.
+#
+# A pass that Ctrl-C ends in layer 40 leaves a sequence in which 40 layers have read a token and 53 have not. Nothing
+# can undo that, so the sequence remembers it: `complete` is False from the beginning of a pass to its end.
 
 # %% tags=["export"]
 class Sequence:
@@ -262,14 +277,14 @@ class Sequence:
     use. `complete`: False while a forward pass is under way, and after one that did not reach its end.
     """
 
-    def __init__(self, config: Config, context: int):
+    def __init__(self, config: Config, context: int) -> None:
         self.config, self.context = config, context
         self.reset()
 
     def reset(self) -> None:
         "Forget everything: zero KDA states, empty KV caches, position 0."
         self.complete, self.position = False, 0
-        self.layers = None  # the old arrays go before the new ones come: the budget has room for one set
+        self.layers: list[Any] = []  # the old arrays go before the new ones come: the budget has room for one set
         self.layers = [self._empty_state(L) for L in range(self.config.num_hidden_layers)]
         self.complete = True
 
@@ -288,7 +303,7 @@ class Sequence:
 class ResidualStream:
     "The residual stream of one forward pass: `sources` float32 [blocks + 1, T, H], of which `n` are finished blocks."
 
-    def __init__(self, tokens: int, config: Config):
+    def __init__(self, tokens: int, config: Config) -> None:
         blocks = -(-config.num_hidden_layers // config.attn_res_block_size)
         self.sources = np.empty((blocks + 1, tokens, config.hidden_size), np.float32)
         self.n, self.eps = 0, config.rms_norm_eps
@@ -296,7 +311,7 @@ class ResidualStream:
 
     @property
     def running_sum(self) -> np.ndarray:
-        "float32 [T, H], a view."
+        "The running sum, float32 [T, H]: a view of `sources`."
         return self.sources[self.n]
 
     def end_block(self, y: np.ndarray) -> None:
@@ -316,17 +331,17 @@ class ResidualStream:
 # pass the names come in one fixed order, `forward_order` of chapter 5.4; that is what lets a streamed matrix be read
 # before it is asked for.
 #
-# Layers know arrays and no names. When a product comes out infinite (1.5.4), they can say "output row 17" and no more.
+# Layers know arrays and no names. When a product comes out infinite (1.5.6), they can say "output row 17" and no more.
 # The weights of the pass know which name was taken last, so the error leaves the model with that name.
 
 # %% tags=["export"]
 class PassWeights:
     "The weights of one forward pass. `last`: the name of the tensor that was taken last."
 
-    def __init__(self, weight: Callable):
-        self._weight, self.last = weight, None
+    def __init__(self, weight: Callable[[str], Any]) -> None:
+        self._weight, self.last = weight, ""
 
-    def take(self, name: str):
+    def take(self, name: str) -> Any:
         "A matrix or a float32 vector of the checkpoint, by its full name."
         self.last = name
         return self._weight(name)
@@ -339,10 +354,10 @@ class PassWeights:
 class PartWeights:
     "The weights of one part of one layer: a mapping from short names to matrices and float32 vectors."
 
-    def __init__(self, weights: PassWeights, L: int, part: str):
+    def __init__(self, weights: PassWeights, L: int, part: str) -> None:
         self._weights, self._layer, self._part = weights, L, part
 
-    def __getitem__(self, short: str):
+    def __getitem__(self, short: str, /) -> Any:
         return self._weights.take(tensor_name(self._layer, self._part, short))
 
 
@@ -355,7 +370,7 @@ class PartWeights:
 class RoutedExperts(Protocol):
     "Where the routed experts come from."
 
-    def layer(self, L: int):
+    def layer(self, L: int) -> LayerExperts:
         "The experts of layer L, as moe_layer takes them."
 
 
@@ -367,17 +382,19 @@ class Model:
     threads of arithmetic. A model has no state: what a sequence carries is in its Sequence.
     """
 
-    def __init__(self, config: Config, embedding: Callable, weight: Callable, experts: RoutedExperts, threads: int):
+    def __init__(self, config: Config, embedding: Callable[[int], np.ndarray], weight: Callable[[str], Any],
+                 experts: RoutedExperts, threads: int) -> None:
         self.config, self.threads = config, threads
         self._embedding, self._weight, self._experts = embedding, weight, experts
         self._kda, self._mla, self._moe = kda_shape(config), mla_shape(config), moe_shape(config)
 
-    def forward(self, ids: Ids[int], sequence: Sequence, wanted: int, watch: Callable | None = None) -> np.ndarray:
+    def forward(self, ids: Ids[int], sequence: Sequence, wanted: int,
+                watch: Callable[[str, int | None, Any], object] | None = None) -> np.ndarray:
         """Read the chunk `ids` (T >= 1 of them); logits float32 [wanted, vocab] of its last `wanted` tokens.
 
         Moves `sequence` on by T positions. `watch(name, layer, value)` is shown "router" (ids and weights, [T, k]) and
         "hidden" (the running sum, [T, H]) of every layer, then "blocks", "mix" and "norm". Raises NotFinite for a
-        product that is infinite or NaN, its `tensor` the name of the weight that was taken last.
+        number that is infinite or NaN, its `tensor` the name of the weight that was taken last.
         """
         weights, watch = PassWeights(self._weight), watch or (lambda *_: None)
         sequence.complete = False
@@ -449,7 +466,7 @@ class Model(Model):
                          on_route=lambda ids, weights: watch("router", L, (ids, weights)))
 
     def _logits(self, x, weights):
-        "float32 [len(x), vocab]. A pass whose logits nobody wants ends before the head: 2.3 GB that need not be read."
+        "float32 [len(x), vocab]. A pass that is asked for no logits ends before the head, 2.3 GB in K3."
         if len(x) == 0:
             return np.empty((0, self.config.vocab_size), np.float32)
         return linear(weights.take(HEAD), x, self.threads)
@@ -458,8 +475,8 @@ class Model(Model):
 # %% [markdown]
 # ## 5.8.4 The gate
 #
-# The embedded model is small enough to hold: every matrix is an array, every expert six of them. So `weight` is a
-# dictionary, and the experts of a layer are there when they are asked for.
+# The embedded model is small enough to hold in memory: every matrix is an array, every expert three packed matrices. So
+# `weight` is a dictionary, and the experts of a layer are in a list.
 
 # %%
 from k3lib.matmul import ResidentMatrix, bf16_to_float32
@@ -484,7 +501,7 @@ class ExpertsInMemory:
         self.experts = {L: [self.read(L, e) for e in range(config.num_experts)] for L in moe_layers}
 
     def read(self, L, e):
-        return Expert(*(checkpoint.raw(expert_name(L, e, row.short)) for row in TABLE["expert"]))
+        return Expert.packed([checkpoint.raw(expert_name(L, e, row.short)) for row in TABLE["expert"]])
 
     def layer(self, L):
         return LayerInMemory(self.experts[L])
@@ -497,7 +514,7 @@ class LayerInMemory:
     def request(self, ids):
         self.requested = ids
 
-    def each(self, work, threads):
+    def map(self, work, threads):
         for e in self.requested:
             work(e, self.experts[e])
 

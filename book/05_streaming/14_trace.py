@@ -1,43 +1,82 @@
 # %% [markdown]
 # # 5.14 Which experts a run requested
 #
+# Which experts should stay in memory is not a matter of taste: record which experts a run requests, and replay the
+# record through any cache. This chapter defines the record. At the end you can read one by eye, and say where a forward
+# pass begins in it.
+#
 # [5.13 The trunk: rows that arrive](13_trunk.ipynb) ·
 # [contents](../README.md) ·
 # [5.15 Which experts to keep: policies by replay](15_cache_policy.ipynb)
+#
+# | word | meaning |
+# |---|---|
+# | request | one expert of one layer, asked for in a forward pass |
+# | trace | all requests of a run, in order |
+# | pass | the requests of one forward pass: for each MoE layer the experts that it requested |
+# | step | what a cache is asked for in a pass: each expert of a layer once |
 
-# %% [markdown]
-# The arithmetic is the same every time; what differs is how far the bytes travel. Small pieces pay for their calls,
-# large ones leave the cache. Most of all it counts how much memory the experts are spread over: a slot of its own is
-# dear for an expert that will not be used again, and where one must be filled, pieces gain little.
-#
-# ## 5.14.1 A trace
-#
-# Which experts should stay is no matter of taste: record what a run requests, and replay that through any cache. A
-# trace is the plainest of files, pairs of little-endian uint32 `(layer, expert)` in the order of the requests; where
-# the layer number falls, a new pass begins. The public recording of the released model that 5.15.2 quotes has the same
-# form.
+# %%
+import tempfile
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+plt.style.use(ROOT / "book" / "k3.mplstyle")
 
 # %% tags=["export"]
+from os import PathLike
 from pathlib import Path
+
 import numpy as np
 
+from k3lib.fileio import UsageError
+
+# %% [markdown]
+# ## 5.14.1 Pairs of numbers
+#
+# A trace file holds nothing but pairs of little-endian uint32, `(layer, expert)`, in the order of the requests. There
+# is no header, so that the file can be read by anything. The public recording of the released model that 5.15.5 quotes
+# has the same form.
+
 # %% tags=["export"]
-MOST_EXPERTS = 1 << 16  # of a layer; a larger number is damage
+Pass = list[tuple[int, list[int]]]  # (layer, experts) for each MoE layer, in the order of the requests
+
+MAX_EXPERTS = 1 << 16  # of a layer; a larger number is damage
 
 
-class TraceError(ValueError):
-    "A trace that cannot be replayed: names the file, the place, and what was expected there."
+class TraceError(UsageError):
+    "A trace that cannot be replayed. One line: the file, the place, what was found, what was expected."
 
 
-def packed_trace(requests):
+def packed_trace(requests: list[tuple[int, int]]) -> bytes:
     "The bytes of a trace file for `requests`, (layer, expert) pairs in order: two little-endian uint32 each."
     return np.array(requests, "<u4").reshape(-1, 2).tobytes()
 
 
-def read_trace(path):
+# %% [markdown]
+# By hand: two MoE layers, 1 and 2, each asked for two experts by the one token of a first pass. Four requests are
+# thirty-two bytes.
+
+# %%
+first_pass = [(1, 7), (1, 3), (2, 0), (2, 5)]
+print(packed_trace(first_pass).hex(" ", 4))
+assert len(packed_trace(first_pass)) == 32
+
+# %% [markdown]
+# ## 5.14.2 Where a forward pass begins
+#
+# The file does not say where a forward pass begins. It need not: layers run in ascending order, so where the layer
+# number falls, a new pass has begun. Two things follow. A trace of a single layer cannot be divided into passes. And
+# every pass must ask the same layers as the first: a pass that does not is damage, and its place can be named.
+
+# %% tags=["export"]
+def read_trace(path: str | PathLike) -> list[Pass]:
     """The passes of a trace file, each a list of (layer, experts), as they were requested.
 
-    Raises FileNotFoundError, and TraceError for a file that ends too early or whose passes do not all walk the layers of the first.
+    Raises FileNotFoundError if there is no such file. Raises TraceError if the file ends too early, if an expert's
+    number is too large, or if a pass has other layers than the first.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path}: {'is a folder' if Path(path).is_dir() else 'no such file'}")
@@ -45,36 +84,119 @@ def read_trace(path):
     if not data or len(data) % 8:
         raise TraceError(f"{path}: ends at byte {len(data)}, but a trace is whole requests of 8 bytes, at least one")
     layers, experts = np.frombuffer(data, "<u4").reshape(-1, 2).T.astype(np.int64)
-    worst = int(experts.argmax())
-    if experts[worst] >= MOST_EXPERTS:
-        raise TraceError(f"{path}: request {worst}, at byte {8 * worst}, is for expert {experts[worst]}: no layer has {MOST_EXPERTS}")
+    largest = int(experts.argmax())
+    if experts[largest] >= MAX_EXPERTS:
+        raise TraceError(f"{path}: request {largest}, at byte {8 * largest}, is for expert {experts[largest]}: "
+                         f"no layer has {MAX_EXPERTS}")
     ends = [*(np.flatnonzero(np.diff(layers)) + 1).tolist(), len(layers)]
-    return _passes(path, [(begin, int(layers[begin]), experts[begin:end].tolist()) for begin, end in zip([0, *ends], ends)], len(data))
+    groups = [(begin, int(layers[begin]), experts[begin:end].tolist()) for begin, end in zip([0, *ends], ends)]
+    return _passes(path, groups, len(data))
 
 
 def _passes(path, groups, nbytes):
-    "`groups`, (first request, layer, experts), cut where a pass begins. Raises TraceError."
-    n = next((i for i in range(1, len(groups)) if groups[i][1] < groups[i - 1][1]), len(groups))
+    "`groups`, (number of the first request, layer, experts), divided where a pass begins. Raises TraceError."
+    n = next((i for i in range(1, len(groups)) if groups[i][1] < groups[i - 1][1]), len(groups))  # layers of a pass
     if n == 1:
-        raise TraceError(f"{path}: every request is for layer {groups[0][1]}, and where a pass ends is seen only with two layers or more")
+        raise TraceError(f"{path}: every request is for layer {groups[0][1]}, "
+                         "and where a pass ends is seen only with two layers or more")
     for i, (begin, layer, _) in enumerate(groups):
         if layer != groups[i % n][1]:
-            raise TraceError(f"{path}: request {begin}, at byte {8 * begin}, is for layer {layer}: layer {groups[i % n][1]} is next, as in the first pass")
+            raise TraceError(f"{path}: request {begin}, at byte {8 * begin}, is for layer {layer}: "
+                             f"layer {groups[i % n][1]} is next, as in the first pass")
     if len(groups) % n:
         raise TraceError(f"{path}: ends at byte {nbytes}, inside a pass: layer {groups[len(groups) % n][1]} is next")
     return [[(layer, chosen) for _, layer, chosen in groups[i:i + n]] for i in range(0, len(groups), n)]
 
 
-def steps_of(passes):
-    """What a cache is asked for: (steps, number of recomputed passes). A step is a list of (layer, each expert once, ascending).
+# %% [markdown]
+# By hand, three passes. The second one reads two tokens, so each layer has four requests, one expert perhaps twice. The
+# third reads one token.
 
-    A pass that begins, in every layer, with all requests of the pass before and goes on has computed those tokens again, as a
-    decoder without state does. Of such a pass only what is new is replayed.
+# %%
+by_hand = [*first_pass,
+           (1, 7), (1, 3), (1, 3), (1, 9), (2, 0), (2, 5), (2, 6), (2, 7),
+           (1, 4), (1, 3), (2, 5), (2, 1)]
+folder = tempfile.TemporaryDirectory()
+file = Path(folder.name) / "trace"
+file.write_bytes(packed_trace(by_hand))
+passes = read_trace(file)
+for number, layers in enumerate(passes, 1):
+    print(f"pass {number}:", layers)
+assert [(layer, e) for layers in passes for layer, chosen in layers for e in chosen] == by_hand
+
+# %%
+fig, ax = plt.subplots(figsize=(6, 2.2))
+ax.plot([layer for layer, _ in by_hand], "o", drawstyle="steps-mid", ls="-", lw=0.8)
+for i, (layer, e) in enumerate(by_hand):
+    ax.annotate(str(e), (i, layer), (0, 5), textcoords="offset points", ha="center", fontsize=8)
+for begin in np.flatnonzero(np.diff([layer for layer, _ in by_hand]) < 0) + 0.5:
+    ax.axvline(begin, color="C1", ls="--")
+ax.set(xlabel="request, with the number of its expert", ylabel="layer", yticks=(1, 2), ylim=(0.7, 2.5),
+       title="Where the layer number falls (dashed), a new pass has begun")
+plt.show()
+
+# %% [markdown]
+# Three kinds of damage, each reported with its place: the file cut inside a request, the file cut inside a pass, a
+# third pass with one layer more than the first.
+
+# %%
+for damage, data in (("inside a request", packed_trace(by_hand)[:-5]), ("inside a pass", packed_trace(by_hand[:-2])),
+                     ("one layer more", packed_trace([*by_hand, (3, 0)]))):
+    file.write_bytes(data)
+    try:
+        read_trace(file)
+    except TraceError as error:
+        print(f"{damage}: {str(error).replace(folder.name, '...')}")
+    else:
+        raise AssertionError(f"{damage}: read without an error")
+folder.cleanup()
+
+# %% [markdown]
+# ## 5.14.3 What is computed again counts once
+#
+# Not every recording comes from a decoder that keeps its state. A decoder without state reads the whole text again for
+# each new token, so each of its passes repeats all requests of the pass before, layer by layer, and then adds those of
+# the new token. A cache should be judged by the new ones: `steps_of` removes the repeated requests. A prompt of several
+# tokens, or one expert chosen by two tokens, also counts once: a step names each expert once a layer.
+
+# %% tags=["export"]
+def steps_of(passes: list[Pass]) -> tuple[list[Pass], int]:
+    """What a cache is asked for: (steps, number of passes that repeat the one before).
+
+    A step is a list of (layer, each expert once, ascending). A pass repeats the one before if in every layer it begins
+    with all of that pass's requests and then has more. Of such a pass only the requests that are new are in the step.
     """
-    steps, recomputed = [], 0
-    for before, now in zip([None, *passes], passes):
-        again = before is not None and all(len(b) > len(a) and b[:len(a)] == a for (_, a), (_, b) in zip(before, now))
-        skipped = [len(chosen) for _, chosen in before] if again else [0] * len(now)
+    steps, repeated = [], 0
+    for before, now in zip([[], *passes], passes):
+        repeats = before != [] and all(len(b) > len(a) and b[:len(a)] == a for (_, a), (_, b) in zip(before, now))
+        skipped = [len(chosen) for _, chosen in before] if repeats else [0] * len(now)
         steps.append([(layer, sorted(set(chosen[skip:]))) for (layer, chosen), skip in zip(now, skipped)])
-        recomputed += again
-    return steps, recomputed
+        repeated += repeats
+    return steps, repeated
+
+
+# %% [markdown]
+# By hand: the second pass begins with all requests of the first, in both layers, so only the last two of each layer
+# count. The third does not begin as the second did: it is the pass of a decoder with state.
+
+# %%
+steps, repeated = steps_of(passes)
+for number, (layers, step) in enumerate(zip(passes, steps), 1):
+    print(f"pass {number}:", layers, "->", step)
+assert repeated == 1 and steps[1] == [(1, [3, 9]), (2, [6, 7])] and steps[2] == [(1, [3, 4]), (2, [1, 5])]
+
+# %% [markdown]
+# ## Summary
+#
+# - A trace is pairs of uint32, `(layer, expert)`. A pass begins where the layer number falls.
+# - A damaged trace is refused with the byte at which it stops making sense.
+# - A pass that computes earlier tokens again counts only with what it adds.
+#
+# ## Exercises
+#
+# 1. Record the embedded model with `k3 trace fixtures/oracle13/model --ids 304,5 --out run.trace`. How many bytes must
+#    the file have, before you look?
+# 2. Two passes of one token each, by chance with the same experts in every layer: does `steps_of` call the second a
+#    repetition? And a prompt chunk of two tokens after a pass of the first of them alone?
+#
+# Next: [5.15 Which experts to keep](15_cache_policy.ipynb) replays traces through caches.

@@ -2,10 +2,11 @@
 # # 5.17 What a process has, and what it may still have
 #
 # A budget says how many bytes a process may hold. Three questions come before it can be kept: what does "8GB" mean, how
-# much does the process hold already, and will the system give it the rest? The last one has a trap. A container sees
-# the memory of the whole machine in `/proc/meminfo` and is ended when it takes more than its own share of it.
+# much does the process hold already, and can the system give it the rest? The last one has a trap. A process in a
+# container sees the memory of the whole machine in `/proc/meminfo`, and is killed when the container takes more than
+# its own limit.
 #
-# At the end you can read a size a person has written, and say how much memory this process may still take.
+# At the end you can read a size that a person has written, and say how much memory this process may still take.
 #
 # Needs chapter 5.1 (what the system tells). Runs in seconds.
 #
@@ -19,8 +20,8 @@ import tempfile
 # %% [markdown]
 # ## 5.17.1 A budget is text until it is bytes
 #
-# Sizes carry their unit. `8GB` is $8\cdot10^9$ bytes, `8GiB` is $2^{33}$; anything else is refused before a file is
-# opened. Threads, positions and tokens are whole numbers, and a refusal names the argument.
+# Sizes carry their unit. `8GB` is $8\cdot10^9$ bytes, `8GiB` is $2^{33}$. Text that is no size is refused before a file
+# is opened. Threads, positions and tokens are whole numbers, and a refusal names the argument.
 
 # %% tags=["export"]
 import re
@@ -28,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from k3lib.system import machine_free_bytes
-from k3lib.fileio import UsageError
+from k3lib.fileio import UsageError, shown_value
 
 # %% tags=["export"]
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -39,7 +40,7 @@ def parse_size(text: str | int) -> int:
     "Bytes of '8GB' (8e9), '8GiB' (2^33), '900MB' or a whole number. Raises UsageError."
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if not match or match[2].upper() not in UNITS:
-        raise UsageError(f"{text!r} is not a size: write it like 8GB (8e9 bytes) or 8GiB (2^33)")
+        raise UsageError(f"{shown_value(text)} is not a size: write it like 8GB (8e9 bytes) or 8GiB (2^33)")
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
@@ -52,13 +53,13 @@ def shown_size(n: int | float) -> str:
 
 
 def whole_number(name: str, value: Any, low: int, high: int) -> int:
-    "`value` as an int from `low` to `high`. Raises UsageError naming the argument."
+    "`value` as an int from `low` to `high`. Raises UsageError, which says `name`, what was found and what is expected."
     try:
         number = int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = None
     if number is None or isinstance(value, float) and value != number or not low <= number <= high:
-        raise UsageError(f"{name} is {value!r}: a whole number from {low} to {high} is needed")
+        raise UsageError(f"{name} is {shown_value(value)}: a whole number from {low} to {high} is needed")
     return number
 
 
@@ -72,28 +73,44 @@ for text in ("lots", "-1GB", "8 gigs"):
 assert whole_number("threads", "2", 1, 8) == 2
 
 # %% [markdown]
-# ## 5.17.2 What may still be had
+# ## 5.17.2 What the process may still take
 #
-# What the process holds is asked of the system (5.1): resident now, and the peak so far. The peak is `VmHWM`, a
-# high-water mark of this process's own pages; where there is no such field, `ru_maxrss` takes its place, which starts
+# The system tells how many bytes the process holds (5.1): resident now, and the peak so far. The peak is `VmHWM`, a
+# high-water mark of this process's own pages. Where there is no such field, `ru_maxrss` takes its place, which starts
 # from the peak of the process that forked this one.
 #
-# What it may still have is the machine's free memory, or less. On Linux a container is a group of processes with a
+# The process may still take the machine's free memory, or less. On Linux a container is a group of processes with a
 # limit of its own, a cgroup, and groups lie inside groups: the tightest limit on the way to the root is the one that
 # counts. There are two versions of their files.
 #
-# A cgroup's usage includes page cache: copies of file contents that the kernel keeps because nobody needed the memory.
-# Those that have not been used lately are dropped before memory is refused, so they count as free.
+# A cgroup's usage includes page cache: copies of file contents that the kernel keeps as long as nobody needs the
+# memory. Inactive pages, those that were not used lately, are dropped before memory is refused, so they count as free.
 
 # %% tags=["export"]
-# Per version of cgroups: the folder of the memory controller, the files for limit and usage, and the line of memory.stat
-# that counts page cache which has not been used lately.
+# Per version of cgroups: the folder of the memory controller, the files for limit and usage, and the line of
+# memory.stat that counts inactive page cache.
 CGROUPS = {
     1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("", "memory.max", "memory.current", "inactive_file"),
 }
 
 
+def _group_free(group, version):
+    "Free bytes of the cgroup in folder `group`, or None if it has no limit or cannot be read."
+    _, limit_file, usage_file, inactive = CGROUPS[version]
+    try:
+        limit, usage = ((group / name).read_text().strip() for name in (limit_file, usage_file))
+        stat = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    return None if limit == "max" else int(limit) - int(usage) + int(stat.get(inactive, 0))
+
+
+# %% [markdown]
+# `/proc/self/cgroup` has one line for each hierarchy of groups: its number, its controllers, and the path of this
+# process's group. A line without controllers belongs to version 2. From that group the limits are read up to the root.
+
+# %% tags=["export"]
 def cgroup_free(membership: str | Path = "/proc/self/cgroup", root: str | Path = "/sys/fs/cgroup") -> Iterator[int]:
     "Free bytes of each memory cgroup that this process is in, the enclosing ones included, if they have a limit."
     try:
@@ -115,33 +132,26 @@ def cgroup_free(membership: str | Path = "/proc/self/cgroup", root: str | Path =
                 break
 
 
-def _group_free(group, version):
-    "Free bytes of one cgroup, or None if it has no limit or cannot be read."
-    _, limit_file, usage_file, cold = CGROUPS[version]
-    try:
-        limit, usage = ((group / name).read_text().strip() for name in (limit_file, usage_file))
-        stat = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
-    except OSError:
-        return None
-    return None if limit == "max" else int(limit) - int(usage) + int(stat.get(cold, 0))
-
-
 def available_bytes() -> int | None:
-    "Bytes this process can still have: the machine's free memory or its cgroups', whichever is least; None if not told."
+    """Bytes that this process can still take: the least of the machine's free memory and its cgroups' free bytes.
+
+    None where the system does not tell.
+    """
     free = machine_free_bytes()
     return None if free is None else min([free, *cgroup_free()])
 
 
 # %% [markdown]
 # A made-up machine shows the rule. The inner group has no limit. The outer one allows 1000 bytes and uses 400, 100 of
-# them cold page cache: 700 are free.
+# them inactive page cache: 700 are free.
 
 # %%
 with tempfile.TemporaryDirectory() as scratch:
     inner = Path(scratch, "outer", "inner")
     inner.mkdir(parents=True)
-    for group, limit, usage, cold in ((inner, "max", 10, 0), (inner.parent, 1000, 400, 100)):
-        for name, text in (("memory.max", limit), ("memory.current", usage), ("memory.stat", f"inactive_file {cold}")):
+    for group, limit, usage, inactive in ((inner, "max", 10, 0), (inner.parent, 1000, 400, 100)):
+        stat = f"inactive_file {inactive}"
+        for name, text in (("memory.max", limit), ("memory.current", usage), ("memory.stat", stat)):
             (group / name).write_text(f"{text}\n")
     Path(scratch, "self").write_text("0::/outer/inner\n")
     print("free in the groups with a limit:", list(cgroup_free(Path(scratch, "self"), scratch)))
@@ -155,13 +165,13 @@ for what, n in (("resident", resident_bytes()), ("peak", peak_bytes()), ("availa
 # %% [markdown]
 # ## Summary
 #
-# - Sizes carry their unit, and what is no size is refused by name.
-# - A process may take what the machine has free or what its cgroups allow, whichever is least.
+# - Sizes carry their unit, and text that is no size is refused.
+# - A process may take the machine's free memory or what its cgroups still allow, whichever is least.
 #
 # ## Exercises
 #
 # 1. Start a container with a memory limit and compare `/proc/meminfo` inside it with `available_bytes()`.
 # 2. Read a large file through the page cache and watch `memory.current` and `inactive_file` of your cgroup. What would
-#    be refused if cold page cache did not count as free?
+#    be refused if inactive page cache did not count as free?
 #
 # Next: [5.18 The dial: bytes to plan](18_plan.ipynb) spends a budget.

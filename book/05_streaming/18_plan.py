@@ -2,9 +2,9 @@
 # # 5.18 The dial: bytes to plan
 #
 # K3's weights are 1.56 TB, and a machine has 8 or 64 GB. An engine that allocates as it goes finds out at the tenth
-# layer that it does not fit, or is ended by the system without a word. Here the budget comes first: it becomes a plan,
-# part by part in bytes, before anything large is allocated. A plan that does not fit is refused with the number that
-# would, and at the end of a run the plan stands beside the measured peak.
+# layer that the memory is used up, or the system kills it without a message. Here the budget comes first: it becomes a
+# plan, part by part in bytes, before anything large is allocated. A budget that is too small is refused, and the
+# refusal names one that is large enough. At the end of a run the plan stands beside the measured peak.
 #
 # At the end you can say what any byte of a budget buys, and in which order.
 #
@@ -19,7 +19,6 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from k3lib.checkpoint import Checkpoint
 from k3lib.config import read_config
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
@@ -29,11 +28,11 @@ ORACLE = ROOT / "fixtures" / "oracle13" / "model"
 # %% [markdown]
 # ## 5.18.1 What a byte saves
 #
-# A budget $R$ is spent in the order of what a byte saves. First what nothing runs without: interpreter and kernels, KDA
-# states, latent KV cache, vectors, activations, buffers for row blocks, a slot for each expert that is being read. Then
-# the trunk, from the front of the forward pass: a pinned byte saves one byte of reading on **every** token. When all of
-# the trunk is pinned, what remains becomes slots that cache experts, where a byte saves something only if its expert is
-# chosen again (5.16.8).
+# A budget $R$ is spent in the order of what a byte saves. First comes what every run needs: interpreter and kernels,
+# KDA states, latent KV cache, vectors, activations, buffers for row blocks, one expert slot for each reader of experts.
+# Then the trunk, from the front of the forward pass: a pinned byte saves one byte of reading on **every** token. When
+# all of the trunk is pinned, what remains becomes slots that cache experts. A byte there saves something only if its
+# expert is chosen again (5.16).
 #
 # | part | bytes | in K3 |
 # |---|---|---|
@@ -47,11 +46,13 @@ ORACLE = ROOT / "fixtures" / "oracle13" / "model"
 # %% tags=["export"]
 import dataclasses
 import os
+from typing import Protocol
 from k3lib.parallel import CORES
 from k3lib.system import resident_bytes, status_bytes
 from k3lib.fileio import UsageError
 from k3lib.config import Config
 from k3lib.tensors import forward_order, row_multiples
+from k3lib.header import Extent
 from k3lib.checkpoint import Checkpoint
 from k3lib.disk import enough_readers, page_padded, read_rates
 from k3lib.layout import (
@@ -94,21 +95,22 @@ position = position_bytes(K3)
 print("latent KV cache", shown_size(position), "a position,", shown_size(4096 * position), "at 4,096")
 
 # %% [markdown]
-# Others are measured. What the interpreter and the libraries hold is there when the plan is made, so it is read from
-# the system. What compiled kernels will add is not there yet: two constants, measured after a first forward pass.
+# Other parts are measured. The memory of interpreter and libraries exists when the plan is made, so it is asked of the
+# system. What compiled kernels will add comes later, in the first forward pass: two constants say how much that was
+# when it was measured.
 #
-# Shared libraries are counted in pages that are resident. A process that has hardly begun will still load most of
-# theirs; one that has already decoded something will load little more.
+# A shared library costs memory only for those of its pages that are resident. In a process that has just begun, most of
+# them are still to come. In one that has already decoded something, most of them are resident, and few more will be.
 
 # %% tags=["export"]
 JIT_RSS = 28_000_000  # private memory of compiled kernels and their threads after the first forward pass
 LIBRARY_RSS = 97_000_000  # resident pages of shared libraries after the first forward pass
-LIBRARY_RSS_GROWTH = 12_000_000  # how much of that is still to come where most of it is resident already
+LIBRARY_RSS_GROWTH = 12_000_000  # how much of that is at least still to come, however much is resident already
 PROCESS_RSS = 150_000_000  # an interpreter with its libraries, where the system does not tell
 
 
 def fixed_costs(config: Config, trunk: TrunkLayout, context: int) -> dict[str, int]:
-    "{part: bytes} of what is in memory at any budget, in a process that now has what it has."
+    "{part: bytes} of what this process holds at any budget: what it holds now, and what decoding adds."
     libraries = max(LIBRARY_RSS_GROWTH, LIBRARY_RSS - (status_bytes("RssFile") or LIBRARY_RSS))
     return {
         "interpreter, libraries, checkpoint index": resident_bytes() or PROCESS_RSS,
@@ -119,24 +121,24 @@ def fixed_costs(config: Config, trunk: TrunkLayout, context: int) -> dict[str, i
     }
 
 
-def vector_bytes(extent) -> int:
-    "Bytes a vector takes in memory: it is float32 there, whatever the file has."
+def vector_bytes(extent: Extent) -> int:
+    "Bytes that a vector takes in memory, where it is float32 also if the file has bfloat16."
     return 2 * extent.nbytes if extent.dtype == "BF16" else page_padded(extent.nbytes)
 
 
 # %% [markdown]
 # ## 5.18.2 The plan
 #
-# A plan holds the parts in bytes, and the layout (5.10) that trunk and experts are built from. They compute no size of
-# their own, so what is promised here and what is allocated there are the same numbers.
+# A plan holds the parts in bytes, and the layout (5.10) from which trunk and experts are built. They compute no size of
+# their own, so the bytes that are promised here and the bytes that are allocated there are the same numbers.
 
 # %% tags=["export"]
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a budget of `ram` bytes is spent on. `parts`: {what: bytes}; the rest are the choices that follow.
+    """What a budget of `ram` bytes is spent on.
 
-    `pinned_bytes` of the `trunk_bytes` of matrices stay in memory. `context`: positions there is room for. `chunk`: the
-    most tokens of a forward pass.
+    `parts`: {part: bytes}. `layout`: where trunk and experts lie in memory. `pinned_bytes` of the `trunk_bytes` of
+    matrices stay in memory. `context`: positions for which there is room. `chunk`: the most tokens of a forward pass.
     """
     ram: int
     parts: dict[str, int]
@@ -156,6 +158,12 @@ class Plan:
         "Names of the matrices that stay in memory."
         return frozenset(name for name, tensor in self.layout.trunk.resident.items() if tensor.is_matrix)
 
+
+# %% [markdown]
+# It can be shown as a table, before the first weight is read, and as plain data, for the report.
+
+# %% tags=["export"]
+class Plan(Plan):
     def as_dict(self) -> dict:
         "Plain data, ready for JSON."
         rows, slots, readers = self.layout.trunk.rows, self.layout.experts.slots, self.layout.trunk.readers
@@ -166,7 +174,7 @@ class Plan:
 
     def text(self) -> str:
         "The plan as a table."
-        rows = [f"  {what:<44}{shown_size(n):>12}" for what, n in self.parts.items()]
+        rows = [f"  {part:<44}{shown_size(n):>12}" for part, n in self.parts.items()]
         share = 100 * self.pinned_bytes / max(self.trunk_bytes, 1)
         return "\n".join([
             f"plan for {shown_size(self.ram)} of memory, {self.context} positions, prompts in chunks of {self.chunk}",
@@ -175,7 +183,10 @@ class Plan:
 
 
 class PlanError(UsageError):
-    "A budget that does not hold the model: says what is short and what would do; `least` is that number of bytes."
+    """A budget that cannot hold the model. The text says how much is missing and which budget is large enough.
+
+    `least`: the smallest budget in bytes; None where the budget is large enough, but the machine's memory is not.
+    """
 
     def __init__(self, least: int | None, message: str):
         super().__init__(message)
@@ -183,9 +194,9 @@ class PlanError(UsageError):
 
 
 # %% [markdown]
-# At the smallest budget one expert slot a reader is enough: an expert passes through it in blocks (5.16). How many
-# readers, then? With sixteen experts a token, seven readers take three rounds, and so do six; five take four. With
-# seven, the last round would be two experts' and two cores'. So it is six.
+# At the smallest budget one expert slot a reader is enough: an expert streams through it (5.16). How many readers,
+# then? With sixteen experts a token, seven readers take three rounds, and so do six; five take four. With seven, the
+# last round would have work for two of them only. So six readers do as well, and need less memory.
 
 # %% tags=["export"]
 def expert_readers(config: Config, readers: int) -> int:
@@ -206,14 +217,14 @@ def streaming_experts(config: Config, checkpoint: Checkpoint, readers: int) -> t
 
 
 # %% [markdown]
-# What remains above the smallest budget is spent by two rules. Matrices are pinned from the front of the forward pass;
-# where a large one does not fit, later ones may. When the whole trunk is pinned, its buffers are not needed any more
-# and their bytes are spent too. Only then, expert slots become large enough for whole experts, and more than one a
+# The bytes above the smallest budget are spent by two rules. Matrices are pinned from the front of the forward pass;
+# where a large one does not fit, later ones may. When the whole trunk is pinned, no buffers for row blocks are needed,
+# and their bytes are spent too. Only then do expert slots become large enough for whole experts, and more than one a
 # reader.
 
 # %% tags=["export"]
 def front(sizes: dict[str, int], nbytes: int) -> tuple[frozenset[str], int]:
-    "(names from the front of `sizes` {name: bytes} that fit into `nbytes` and later ones that still do, their bytes)."
+    "(names, their bytes): from the front of `sizes` {name: bytes}, each one that fits into what is left of `nbytes`."
     taken, names = 0, []
     for name, size in sizes.items():
         if taken + size <= nbytes:
@@ -241,15 +252,10 @@ def cache_experts(config: Config, experts: ExpertLayout, whole: int, spare: int)
 
 
 # %% [markdown]
-# Activations grow with the chunk, and a chunk of 64 tokens reads the trunk once instead of 64 times. So the chunk gets
-# up to a quarter of what is spare, before anything is pinned.
-#
-# `make_plan` is the budget spent in that order. It refuses twice: a budget below what this model needs in this process,
-# and a plan that the machine has no memory for. Two processes of a kind differ by some tenths of a megabyte, so the
-# number a refusal names is rounded up.
+# Activations grow with the prefill chunk, and a chunk of 64 tokens reads the trunk once instead of 64 times. So the
+# chunk gets up to a quarter of what is spare, before anything is pinned.
 
 # %% tags=["export"]
-READERS = 5  # threads that read, each with a buffer: at least this many, and never fewer than threads of arithmetic
 MAX_CHUNK = 64  # tokens
 
 
@@ -261,13 +267,30 @@ def longest_chunk(config: Config, longest: int, spare: int) -> int:
     return chunk
 
 
+# %% [markdown]
+# `make_plan` spends the budget in that order. It refuses twice: a budget below what this model needs in this process,
+# and a plan for which the machine has too little free memory. Two processes of a kind differ by some tenths of a
+# megabyte, so the number that a refusal names is rounded up.
+
 # %% tags=["export"]
-def make_plan(config: Config, checkpoint: Checkpoint, ram: int, context: int, *, trunk=None,
+READERS = 5  # threads that read, unless told otherwise, and never fewer than threads of arithmetic
+
+
+class TrunkSource(Protocol):
+    "Where the trunk is read from: a checkpoint, or a packed trunk (5.19)."
+
+    def extent(self, name: str) -> Extent:
+        "Where a tensor's bytes lie."
+
+
+# %% tags=["export"]
+def make_plan(config: Config, checkpoint: Checkpoint, ram: int, context: int, *, trunk: TrunkSource | None = None,
               prompt_tokens: int | None = None, threads: int = CORES, readers: int | None = None) -> Plan:
     """Spend `ram` bytes: fixed costs, states, KV cache, buffers, then the trunk from the front, then expert slots.
 
     `trunk`: where the trunk is read from, if not from the checkpoint. `prompt_tokens`: the longest prompt, if known.
-    Raises PlanError with the smallest budget that would do. Nothing large is allocated here.
+    `readers`: threads that read, never fewer than `threads` of arithmetic. Allocates nothing large. Raises PlanError if
+    `ram` is too small, or larger than the memory that is free.
     """
     readers, source = max(READERS if readers is None else readers, threads), trunk or checkpoint
     extents = {name: source.extent(name) for name in forward_order(config)}
@@ -297,7 +320,7 @@ def make_plan(config: Config, checkpoint: Checkpoint, ram: int, context: int, *,
 
 # %% tags=["export"]
 def _check_free(plan, now, least):
-    "PlanError if the plan takes more than what this process can still have."
+    "Raise PlanError if the plan takes more than what this process, which holds `now` bytes, can still take."
     free = available_bytes()
     if free is None or plan.total - now <= free:
         return
@@ -309,20 +332,20 @@ def _check_free(plan, now, least):
 
 
 def _enough(least):
-    "Megabytes that will do in another process of this kind."
+    "Megabytes that are enough in another process of this kind, too."
     return -(-(least + 500_000) // 10**6)
 
 
 # %% [markdown]
-# The embedded model is so small that the interpreter dominates any plan. At its smallest budget nothing is pinned, and
-# rows arrive through buffers. Less is refused, with the number that would do.
+# The embedded model is so small that the interpreter dominates any plan. Near its smallest budget nearly every matrix
+# streams, and with fifty megabytes more none does. A budget below the smallest is refused.
 
 # %% tags=["nbval-ignore-output"]
 config, checkpoint = read_config(ORACLE), Checkpoint(ORACLE)
 
 
 def floor(context):
-    "The smallest budget make_plan accepts now: it says so when it refuses less."
+    "The smallest budget that make_plan accepts now: the refusal of a smaller one names it."
     try:
         make_plan(config, checkpoint, 1, context)
     except PlanError as error:
@@ -331,20 +354,20 @@ def floor(context):
 
 
 least = floor(context=32)
-for extra in (0, 2_000_000, 50_000_000):
-    plan = make_plan(config, checkpoint, least + 500_000 + extra, context=32)
-    print(f"{extra / 1e6:3.0f} MB above the smallest budget: {100 * plan.pinned_bytes / plan.trunk_bytes:3.0f}% of the "
+for extra in (500_000, 2_500_000, 50_000_000):
+    plan = make_plan(config, checkpoint, least + extra, context=32)
+    print(f"{extra / 1e6:4.1f} MB above the smallest budget: {100 * plan.pinned_bytes / plan.trunk_bytes:3.0f}% of the "
           f"trunk pinned, {plan.layout.trunk.rows.count} buffers, {plan.layout.experts.slots.count} expert slots")
-    assert plan.total <= least + 500_000 + extra
+    assert plan.total <= least + extra
 
 # %% [markdown]
-# The same for a budget in the middle of the dial, part by part.
+# The parts of a plan between these budgets, which pins some of the trunk.
 
 # %% tags=["nbval-ignore-output"]
 parts = {what.split(",")[0]: n / 1e6 for what, n in make_plan(config, checkpoint, least + 2_500_000, 32).parts.items()}
 fig, ax = plt.subplots()
 ax.barh(list(parts), list(parts.values()), color="C5")
-ax.set(xlabel="MB", title="For the embedded model, what no weight occupies is nearly all")
+ax.set(xlabel="MB", title="Of the embedded model's plan, interpreter and kernels are nearly all")
 ax.invert_yaxis()
 plt.show()
 
@@ -353,12 +376,12 @@ plt.show()
 # ## 5.18.3 How many readers
 #
 # One reader waits for one read at a time; a disk answers many at once. `k3 plan --measure` reads from the model's own
-# device with 1 to 16 readers and takes the fewest that reach its rate (5.9), and one more for each thread of
-# arithmetic, since a reader multiplies what it has read.
+# device with 1 to 16 readers and takes the fewest that reach its full rate (5.9), and one more for each thread of
+# arithmetic, since a reader also multiplies the rows that it has read.
 
 # %% tags=["export"]
 def measured_readers(checkpoint: Checkpoint, threads: int = CORES) -> tuple[int, str]:
-    "(readers, one line on why): what keeps the device of the largest shard busy, and one more a thread of arithmetic."
+    "(readers, a line that says why): as many as keep the device of the largest shard busy, and `threads` more."
     rates = read_rates(max(checkpoint.files, key=os.path.getsize))
     enough = enough_readers(rates)
     shown = ", ".join(f"{n}: {rate / 1e9:.2f}" for n, rate in rates.items())
@@ -369,9 +392,9 @@ def measured_readers(checkpoint: Checkpoint, threads: int = CORES) -> tuple[int,
 # ## Summary
 #
 # - A budget is spent on what saves most: fixed costs, then the trunk from the front, then slots that cache experts.
-# - The plan is made, shown and refused before anything large exists, and it holds the layout that the others are built
-#   from.
-# - The chunk of a prompt is part of the plan: more tokens a pass, fewer readings of the trunk.
+# - The plan is made, and shown or refused, before anything large is allocated. Trunk and experts are built from its
+#   layout.
+# - The prefill chunk is part of the plan: with more tokens a pass, the trunk is read fewer times.
 #
 # ## Exercises
 #

@@ -1,13 +1,13 @@
 # %% [markdown]
 # # 5.20 A sequence saved and loaded
 #
-# Reading a long prompt takes minutes; what it leaves behind is half a gigabyte. Without this chapter an interrupted run
-# reads the prompt again. With it, a sequence goes on where it was saved: at another budget, with another number of
-# threads, in another context, and with the same bytes.
+# Reading a long prompt takes minutes; the recurrent state and the KV cache that it leaves are half a gigabyte. Without
+# this chapter an interrupted run reads the prompt again. With it, a sequence goes on from where it was saved: at
+# another budget, with another number of threads, in another context, and to the same bytes.
 #
-# A saved state is also a way to be wrong without noticing. Half of one, or one of another model of the same shape,
-# decodes fluent text. So a state is written whole or not at all, and it is refused unless every byte of it is the one
-# that was written.
+# A saved state is also a way to be wrong without noticing. With half a state, or with that of another model of the same
+# shape, the engine decodes without any error. So a state is written whole or not at all, and it is refused unless every
+# byte of it is the one that was written.
 #
 # Needs chapters 5.2 (files), 5.5 (the header) and 5.8 (the model). Runs in seconds.
 #
@@ -19,28 +19,26 @@
 import tempfile
 from pathlib import Path
 
-import numpy as np
-
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 FOLDER = ROOT / "fixtures" / "oracle13" / "model"
 
 # %% [markdown]
 # ## 5.20.1 The file
 #
-# A state is a safetensors file, so any reader of that format can look into it. The library that writes such files would
-# want all of it in memory twice; K3's state at the smallest budget leaves no room for that, so the file is written
-# array by array.
+# A state is a safetensors file, so any reader of that format can look into it. The library that writes such files needs
+# all of the file in memory a second time. The smallest budget for K3 has no room for that, so the file is written array
+# by array.
 #
 # | part | bytes |
 # |---|---|
 # | header | follows from the config and the position alone |
-# | of each KDA layer: `conv`, `S` | float32 |
-# | of each MLA layer: `latent`, the rows in use | float32 |
+# | of each KDA layer: `conv`, the convolution history, and `S`, the recurrent state | float32 |
+# | of each MLA layer: `latent`, the KV cache's rows in use | float32 |
 # | `about`: version, model, position, sha256 of all before it | 512, JSON, padded with spaces |
 #
 # The description is a tensor like the others, and it is the last one, because the checksum is known last. The header
-# carries no information: it follows from the position, so a file is read by comparing it with the only header it can
-# have.
+# carries no information: config and position determine it. So it need not be parsed. The checksum compares it, like all
+# other bytes.
 
 # %% tags=["export"]
 import dataclasses
@@ -48,8 +46,8 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 import numpy as np
 from k3lib.fileio import CheckpointError, UsageError, open_shard, read_exactly, whole_file
 from k3lib.config import Config
@@ -68,7 +66,7 @@ READ_BYTES = 1 << 20  # bytes read at a time
 
 # %% tags=["export"]
 def saved_arrays(sequence: Sequence, position: int) -> list[tuple[str, np.ndarray]]:
-    "[(name, float32 array)], views, in the order of the file, of one at `position`; of a KV cache the used rows."
+    "[(name, float32 array)], views of a sequence's arrays in the order of the file; of a KV cache `position` rows."
     named = []
     for L, layer in enumerate(sequence.layers):
         parts = {"latent": layer[:position]} if isinstance(layer, np.ndarray) else layer._asdict()
@@ -82,7 +80,7 @@ def state_header(arrays: list[tuple[str, np.ndarray]]) -> bytes:
 
 
 def about_bytes(model: str, position: int, sha256: str = "") -> bytes:
-    "The description, ABOUT_BYTES long. While the checksum is computed, its own place in the description is empty."
+    "The description, ABOUT_BYTES long. The checksum is computed with a description in which it is still empty."
     about = {"format": STATE_FORMAT, "version": STATE_VERSION, "model": model, "position": position, "sha256": sha256}
     return json.dumps(about).encode().ljust(ABOUT_BYTES)
 
@@ -90,39 +88,40 @@ def about_bytes(model: str, position: int, sha256: str = "") -> bytes:
 # %% [markdown]
 # ## 5.20.2 Which model
 #
-# The header says which shapes a state fits, and two models of one shape are not told apart by it. So a state names its
+# The header says which shapes a state has, and two models of one shape have the same header. So a state names its
 # model: a hash of the config, of every tensor's dtype and shape, of all vectors and of the first row of every matrix.
-# For K3 that reads a few megabytes of 1.56 TB. It is the same at every budget and for a packed trunk. It does not see
-# the other rows: whether the weights are the published ones is what `k3 verify` (5.23) is for.
+# For K3 that reads a few megabytes of 1.56 TB. The hash is the same at every budget and for a packed trunk. It does not
+# depend on the other rows: `k3 verify` (5.23) is what compares every byte of the weights.
 
 # %% tags=["export"]
 def model_fingerprint(config: Config, tensors: Iterable[tuple[str, Extent, np.ndarray]]) -> str:
-    """sha256, in hex, of what tells models apart.
+    """The name of a model in its saved states: a sha256, in hex, of the config and of `tensors`.
 
-    `tensors`: (name, extent, values) of every tensor of the forward pass, in its order; the values of a vector are all
-    of it, of a matrix the first row.
+    `tensors`: (name, extent, values) of every tensor of the forward pass, in its order. `values` is all of a vector, or
+    the first row of a matrix.
     """
     fields = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in dataclasses.asdict(config).items()}
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
     for name, extent, values in tensors:
         digest.update(f"{name} {extent.dtype} {extent.shape}\n".encode())
-        digest.update(np.ascontiguousarray(values))
+        digest.update(np.ascontiguousarray(values).data)
     return digest.hexdigest()
 
 
 # %% [markdown]
 # ## 5.20.3 Saving
 #
-# `whole_file` (5.2) writes under another name and renames at the end. A full disk or a pulled cable leaves the old
-# file, or none.
+# `whole_file` (5.2) writes under another name and renames at the end. A full disk or a power cut leaves the old file,
+# or none.
 
 # %% tags=["export"]
 def save_sequence(file: str | os.PathLike, sequence: Sequence, model: str) -> None:
     "Write the sequence to `file`, whole or not at all. `model`: the model's fingerprint. Raises OSError."
     arrays = saved_arrays(sequence, sequence.position)
+    contents: list[bytes | memoryview] = [state_header(arrays), *(array.reshape(-1).data for _, array in arrays)]
     digest = hashlib.sha256(about_bytes(model, sequence.position))
-    with whole_file(file) as out:
-        for data in (state_header(arrays), *(array.reshape(-1) for _, array in arrays)):
+    with whole_file(Path(file)) as out:
+        for data in contents:
             digest.update(data)
             out.write(data)
         out.write(about_bytes(model, sequence.position, digest.hexdigest()))
@@ -132,19 +131,19 @@ def save_sequence(file: str | os.PathLike, sequence: Sequence, model: str) -> No
 # ## 5.20.4 Loading
 #
 # A file that is refused must leave the sequence as it was, so it is read twice: once to be checked and once to be
-# loaded. Between the two somebody may write to it. Therefore it is checked a second time after loading, and the
+# loaded. Between the two, another program may write to it. Therefore it is checked again after loading, and the
 # sequence is not `complete` until that check has passed.
 #
-# Every check has its own message, from the cheapest to the most expensive: is there a description, is it of this
-# version and this model, does the position fit, is the size the right one, is the checksum.
+# Every check has its own message. They come in the order of their cost: a description at the end of the file, its
+# version and its model, a position that fits the context, the size of the file, the checksum.
 
 # %% tags=["export"]
 def load_sequence(file: str | os.PathLike, sequence: Sequence, model: str) -> None:
-    """Replace what `sequence` holds by what save_sequence has written to `file`. `model`: the model's fingerprint.
+    """Replace what `sequence` holds by the state that save_sequence has written to `file`.
 
-    Raises FileNotFoundError, StateError for a file that is damaged or of another model or version, and UsageError for a
-    state with more positions than the context. The sequence is unchanged then, unless the file changed or failed while
-    it was loaded: that leaves the sequence incomplete, to be reset.
+    `model`: the model's fingerprint. Raises FileNotFoundError; StateError for a file that is damaged, or of another
+    model or version; UsageError for a state with more positions than the context. The sequence is then unchanged,
+    unless the file was changed or could not be read during the second reading: that leaves it incomplete, to be reset.
     """
     path = Path(file)
     if not path.is_file():
@@ -156,7 +155,7 @@ def load_sequence(file: str | os.PathLike, sequence: Sequence, model: str) -> No
             at = len(state_header(arrays))
             sequence.complete = False
             for _, array in arrays:
-                read_exactly(source, array.reshape(-1).view(np.uint8), at, path)
+                read_exactly(source, array.reshape(-1).view(np.uint8).data, at, path)
                 at += array.nbytes
             check_state(source, path, sequence, model)
         except CheckpointError as error:
@@ -164,8 +163,8 @@ def load_sequence(file: str | os.PathLike, sequence: Sequence, model: str) -> No
         sequence.position, sequence.complete = position, True
 
 
-def check_state(source: BinaryIO, path: Path, sequence: Sequence, model: str) -> int:
-    "The position of the state in the open file `source`, every byte of it checked. Raises StateError and UsageError."
+def check_state(source: FileIO, path: Path, sequence: Sequence, model: str) -> int:
+    "Check every byte of the state in the open file `source`; its position. Raises StateError and UsageError."
     size = os.fstat(source.fileno()).st_size
     last = b"".join(file_chunks(source, max(0, size - ABOUT_BYTES), size, path))
     position, sha256 = check_about(last, size, path, sequence, model)
@@ -177,17 +176,20 @@ def check_state(source: BinaryIO, path: Path, sequence: Sequence, model: str) ->
     for chunk in file_chunks(source, 0, size - ABOUT_BYTES, path):
         digest.update(chunk)
     if last != about_bytes(model, position, digest.hexdigest()):
-        raise StateError(f"{path}: sha256 {digest.hexdigest():.16}..., expected {sha256!r:.16}...: damaged")
+        raise StateError(f"{path}: sha256 {digest.hexdigest()!r:.17}..., expected {sha256!r:.17}...: damaged")
     return position
 
 
 # %% [markdown]
-# The last bytes of a file that is no state may be anything, JSON nested 512 deep among it. Whatever parsing them raises
-# means the same: this is not a description.
+# The last bytes of a file that is no state may be anything, for example JSON that nests 512 deep. Each exception of
+# the parser means the same: this is not a description.
 
 # %% tags=["export"]
 def check_about(last: bytes, size: int, path: Path, sequence: Sequence, model: str) -> tuple[int, str]:
-    "(position, sha256) that a description claims. Raises StateError, and UsageError for a position beyond the context."
+    """(position, sha256) as the description says, in the `last` ABOUT_BYTES of a file of `size` bytes.
+
+    Raises StateError, and UsageError for a position beyond the context.
+    """
     try:
         about = json.loads(last)
         position, sha256 = about["position"], about["sha256"]
@@ -196,7 +198,7 @@ def check_about(last: bytes, size: int, path: Path, sequence: Sequence, model: s
         good = False
     if not good:
         raise StateError(f"{path}: the last {ABOUT_BYTES} of {size:,} bytes are not the description of a saved state: "
-                         "truncated, damaged, or something else")
+                         "truncated, damaged, or another kind of file")
     if about["version"] != STATE_VERSION:
         raise StateError(f"{path}: a state of version {about['version']!r:.40}, expected {STATE_VERSION}")
     if about["model"] != model:
@@ -207,7 +209,7 @@ def check_about(last: bytes, size: int, path: Path, sequence: Sequence, model: s
     return position, sha256
 
 
-def file_chunks(file: BinaryIO, begin: int, end: int, where: Path) -> Iterator[bytearray]:
+def file_chunks(file: FileIO, begin: int, end: int, where: Path) -> Iterator[bytearray]:
     "Bytes begin..end of an open file, READ_BYTES at a time. Raises CheckpointError where the file ends early."
     for at in range(begin, end, READ_BYTES):
         chunk = bytearray(min(READ_BYTES, end - at))
@@ -267,15 +269,15 @@ with tempfile.TemporaryDirectory() as scratch:
         print(f"{what}:", refusal(file, made_up(8, 3)))
 
 # %% [markdown]
-# The last one is why the checksum is there: with one bit of a recurrent state changed, nothing else in the file is
+# The last refusal shows what the checksum is for: one bit of a recurrent state has changed, nothing else in the file is
 # wrong, and the model would go on with a slightly different memory.
 #
 # ## Summary
 #
 # - The state of a sequence is a safetensors file whose header follows from its position, and whose last tensor says
 #   what it is.
-# - It is written whole or not at all, and read only after every byte was checked.
-# - It names its model by a hash that costs megabytes of reading, not terabytes.
+# - The file is written whole or not at all, and loaded only after every byte was checked.
+# - It names its model by a hash for which megabytes are read, not terabytes.
 #
 # ## Exercises
 #

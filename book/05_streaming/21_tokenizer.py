@@ -5,13 +5,14 @@
 # into ids and get the same bytes back, show text as it is generated without ever printing half a character, and keep a
 # user's words from becoming commands.
 #
+# Needs chapters 5.2 (files) and 5.3 (the config). Runs in seconds.
+#
 # [5.20 A sequence saved and loaded](20_state.ipynb) ·
 # [contents](../README.md) ·
 # [5.22 From a folder to a running model](22_engine.ipynb)
 
 # %%
 import json
-import os
 import random
 import shutil
 import subprocess
@@ -29,64 +30,81 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 # | word | meaning | in K3 | name in code |
 # |---|---|---|---|
 # | rank | a token's id, and its priority when merging: low ranks merge first | 0..163,583 | `ranks` of them |
-# | piece | a stretch of text that merges never cross, found by one regular expression | | `PATTERN` |
-# | control token | an id that no text spells: `[BOS]`, `[EOS]`, `[PAD]` | 163,584..163,839 | `special_ids` |
-# | stop id | a control token after which a reply is over | 163,585 and 163,586 | `stop_ids` |
+# | piece | the text between two edges that merges never cross; one regular expression finds it | | `PATTERN` |
+# | control token | an id that no text spells, also called special: `[BOS]`, `[EOS]`, `[PAD]` | 163,584..163,839 | `special_ids` |
+# | stop id | a control token that ends a reply | 163,585 and 163,586 | `stop_ids` |
 #
 # ## 5.21.1 A vocabulary is a ranked list of byte strings
 #
 # `tiktoken.model` has a line per token: its bytes in base64, a space, its rank. Reading it is the place to be strict:
-# one bad line and every prompt means something else. What is kept is one blob of all bytes and where each token ends in
-# it.
+# one bad line and every prompt means something else.
 
 # %% tags=["export"]
 import binascii
 import codecs
-import ctypes
 import os
 import re
+from collections.abc import Iterable, Iterator
 from itertools import groupby, pairwise
 from operator import index
 from pathlib import Path
+from typing import Any
 import numpy as np
 import tokenizers
-from k3lib.fileio import json_object, small_file
+from k3lib.system import trim_freed_memory
+from k3lib.fileio import UsageError, json_object, small_file
+from k3lib.config import Config
 
 
-# %% tags=["export"]
-class TokenizerError(ValueError):
-    "A tokenizer file that cannot be believed, or an id that is not in the vocabulary."
+class TokenizerError(UsageError):
+    "A tokenizer's file that is damaged or contradicts itself, or an id that is not in the vocabulary."
 
 
 MAX_RANKS_BYTES = 16_000_000  # the released tiktoken.model has 2.8 MB
-
-
 MAX_JSON_BYTES = 4_000_000  # Python's objects take some fifteen times the text
 
 
 # %% tags=["export"]
-def read_ranks(path):
-    "Token bytes by rank from `tiktoken.model`: one blob and offsets uint32 [n + 1]; token i is blob[offsets[i]:offsets[i+1]]."
-    blob, ends, seen = bytearray(), [0], {}
-    for number, line in enumerate(small_file(path, MAX_RANKS_BYTES, TokenizerError).removesuffix(b"\n").split(b"\n"), 1):
-        fields = line.split(b" ")
+def token_of(line: bytes, rank: int, where: str) -> bytes:
+    "The token on one line of `tiktoken.model`. Raises TokenizerError unless the line is right and has this rank."
+    fields = line.split(b" ")
+    if len(fields) != 2 or not fields[1].isdigit():
+        raise TokenizerError(f"{where}: {line[:40]!r}, expected base64, one space, rank")
+    try:
+        token = binascii.a2b_base64(fields[0], strict_mode=True)
+    except binascii.Error as error:
+        raise TokenizerError(f"{where}: bad base64 {fields[0][:40]!r} ({error})") from None
+    if fields[1] != b"%d" % rank:
+        found = fields[1][:20].decode()
+        raise TokenizerError(f"{where}: rank {found}, expected {rank}: ranks count up from 0 by one")
+    return token
+
+
+# %% [markdown]
+# Two lines must not hold one token, and every single byte must be one, or some text would have no ids. The table in
+# memory is two arrays: all tokens' bytes in one string, and where each token ends in it.
+
+# %% tags=["export"]
+def read_ranks(path: str | os.PathLike) -> tuple[bytes, np.ndarray]:
+    """The tokens in `tiktoken.model` by rank: their bytes in one string `blob`, and `offsets` uint32 [ranks + 1].
+
+    Token i is blob[offsets[i]:offsets[i + 1]]. Raises FileNotFoundError, and TokenizerError for a file that is damaged.
+    """
+    blob, ends, line_of = bytearray(), [0], dict[bytes, int]()
+    lines = small_file(Path(path), MAX_RANKS_BYTES, TokenizerError).removesuffix(b"\n").split(b"\n")
+    for number, line in enumerate(lines, 1):
         where = f"{path} line {number}"
-        if len(fields) != 2 or not fields[1].isdigit():
-            raise TokenizerError(f"{where}: {line[:40]!r}, expected base64, one space, rank")
-        try:
-            token = binascii.a2b_base64(fields[0], strict_mode=True)
-        except binascii.Error as e:
-            raise TokenizerError(f"{where}: bad base64 {fields[0][:40]!r} ({e})") from None
-        if fields[1] != b"%d" % (number - 1):
-            raise TokenizerError(f"{where}: rank {fields[1][:20].decode()}, expected {number - 1}: ranks count up from 0 by one")
-        if not token or token in seen:
-            raise TokenizerError(f"{where}: token {token[:40]!r} " + (f"already stands on line {seen[token]}" if token else "is empty"))
-        seen[token] = number
+        token = token_of(line, number - 1, where)
+        if not token or token in line_of:
+            fault = f"already stands on line {line_of[token]}" if token else "is empty"
+            raise TokenizerError(f"{where}: token {token[:40]!r} {fault}")
+        line_of[token] = number
         blob += token
         ends.append(len(blob))
-    lacking = [b for b in range(256) if bytes([b]) not in seen]
+    lacking = [b for b in range(256) if bytes([b]) not in line_of]
     if lacking:
-        raise TokenizerError(f"{path}: no token for byte 0x{lacking[0]:02X}, expected all 256 single bytes ({len(lacking)} lacking)")
+        raise TokenizerError(f"{path}: no token for byte 0x{lacking[0]:02X}, "
+                             f"expected all 256 single bytes ({len(lacking)} lacking)")
     return bytes(blob), np.array(ends, np.uint32)
 
 
@@ -101,7 +119,8 @@ blob, offsets = read_ranks(VOCAB / "synthetic.tiktoken")
 tokens = [blob[a:b] for a, b in pairwise(offsets.tolist())]
 for i in (0, 32, 64, 198, 220, 256, 300, 999):
     print(f"{i:4} {tokens[i]!r}")
-print(f"id table: {len(blob) + offsets.nbytes:,} bytes for {len(tokens):,} tokens; for K3 {1_105_983 + 4 * 163_585:,} bytes")
+table_bytes = len(blob) + offsets.nbytes
+print(f"id table: {table_bytes:,} bytes for {len(tokens):,} tokens; for K3 {1_105_983 + 4 * 163_585:,} bytes")
 
 # %% [markdown]
 # ## 5.21.2 Merging, by hand
@@ -114,17 +133,17 @@ print(f"id table: {len(blob) + offsets.nbytes:,} bytes for {len(tokens):,} token
 rank = {token: i for i, token in enumerate(tokens)}
 
 
-def merge(piece, rank, seen=lambda parts: None):
-    "Ids of one piece (bytes) by plain byte-pair merging; `seen` is shown the parts after every step."
+def merge(piece, rank, on_step=lambda parts: None):
+    "Ids of one piece (bytes) by plain byte-pair merging. `on_step` is called with the parts after every step."
     parts = [bytes([b]) for b in piece]
-    seen(parts)
+    on_step(parts)
     while len(parts) > 1:
         joins = [rank.get(a + b, len(rank)) for a, b in pairwise(parts)]
         i = joins.index(min(joins))
         if joins[i] == len(rank):
             break
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
-        seen(parts)
+        on_step(parts)
     return [rank[part] for part in parts]
 
 
@@ -138,7 +157,8 @@ for y, parts in enumerate(steps):
     at = 0
     for part in parts:
         new = y and part not in steps[y - 1]
-        ax.barh(y, len(part) - 0.08, left=at + 0.04, color="C1" if new else "C0", alpha=0.85 if new else 0.35, height=0.8)
+        color, alpha = ("C1", 0.85) if new else ("C0", 0.35)
+        ax.barh(y, len(part) - 0.08, left=at + 0.04, color=color, alpha=alpha, height=0.8)
         ax.text(at + len(part) / 2, y, part.decode().replace(" ", "␣"), ha="center", va="center", fontsize=8)
         at += len(part)
 ax.invert_yaxis()
@@ -150,19 +170,13 @@ plt.show()
 # ## 5.21.3 Splitting into pieces
 #
 # Merges never cross the edges this pattern draws: runs of Han, words with their leading space and their ending (`'ll`),
-# numbers in threes, punctuation with the newlines after it, white space. It is the release's own, with its class
-# intersections `[...&&[^\p{Han}]]` written as a lookahead, which every engine understands.
+# numbers in threes, punctuation with the newlines after it, white space. The pattern is the release's own, with its
+# class intersections `[...&&[^\p{Han}]]` written as a lookahead, which every engine understands.
 
 # %% tags=["export"]
 UPPER = r"(?:(?!\p{Han})[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}])"
-
-
 LOWER = r"(?:(?!\p{Han})[\p{Ll}\p{Lm}\p{Lo}\p{M}])"
-
-
 ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-
-
 PATTERN = "|".join([
     r"\p{Han}+",
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{ENDING}",
@@ -199,8 +213,8 @@ assert pieces("々〇ー漢") == ["々〇", "ー", "漢"]
 # gets **no** added tokens; section 5.21.6 says why.
 
 # %% tags=["export"]
-def byte_alphabet():
-    "256 printable characters standing for the bytes 0..255: those Latin-1 prints stand for themselves."
+def byte_alphabet() -> str:
+    "256 printable characters that stand for the bytes 0..255: those that Latin-1 prints stand for themselves."
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return "".join(chr(b) if b in printable else chr(256 + others.index(b)) for b in range(256))
@@ -209,21 +223,22 @@ def byte_alphabet():
 BYTE_CHARS = dict(enumerate(byte_alphabet()))
 
 
-def as_chars(data):
-    "Bytes as a string of the byte alphabet, one character a byte."
+def as_chars(data: bytes) -> str:
+    "The bytes `data` as a string of the byte alphabet, one character a byte."
     return data.decode("latin-1").translate(BYTE_CHARS)
 
 
 # %% tags=["export"]
-def build_encoder(blob, offsets):
-    "A `tokenizers` encoder for the ranks, without added tokens: every text is plain text to it."
+def build_encoder(blob: bytes, offsets: np.ndarray) -> tokenizers.Tokenizer:
+    "A `tokenizers` encoder for the table of read_ranks, without added tokens: every text is plain text to it."
     tokens = [blob[a:b] for a, b in pairwise(offsets.tolist())]
     rank = {token: i for i, token in enumerate(tokens)}
     names = [as_chars(token) for token in tokens]
     merges = []
     for token in tokens:
-        cuts = ((rank.get(token[:i]), rank.get(token[i:])) for i in range(1, len(token)))
-        merges += [(names[a], names[b]) for a, b in sorted(cut for cut in cuts if None not in cut)]
+        cuts = sorted((a, b) for i in range(1, len(token))
+                      if (a := rank.get(token[:i])) is not None and (b := rank.get(token[i:])) is not None)
+        merges += [(names[a], names[b]) for a, b in cuts]
     model = tokenizers.models.BPE(dict(zip(names, range(len(names)))), merges, ignore_merges=True)
     encoder = tokenizers.Tokenizer(model)
     encoder.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
@@ -257,28 +272,29 @@ assert differ == 0
 # %% [markdown]
 # ## 5.21.5 Very long texts
 #
-# The release's class cuts a text every 400,000 characters, and inside that every run of white space, or of anything
-# else, after 25,000 (`str.isspace` decides). Each part is encoded alone, so 25,001 spaces are not what they would be in
-# one go. Equal ids need equal cuts.
+# The release's class cuts a text every 400,000 characters. Inside that it cuts every run of white space, and every run
+# of other characters, after 25,000 (`str.isspace` decides). Each part is encoded alone, so the ids of 25,001 spaces
+# differ from those of one uncut run. Equal ids need equal cuts.
 
 # %% tags=["export"]
 CUT_CHARS = 400_000
-
-
 RUN_CHARS = 25_000
 
 
-def cut(text):
-    "The parts of `text` that are encoded alone: at most 400,000 characters, no run of (non-)whitespace above 25,000."
+def cut(text: str) -> Iterator[str]:
+    """The parts of `text` that are encoded alone, in order.
+
+    A part has at most CUT_CHARS characters, and no run of white space or of other characters above RUN_CHARS.
+    """
     for start in range(0, len(text), CUT_CHARS):
         chunk = text[start : start + CUT_CHARS]
-        begin = at = 0
+        begin = end = 0
         for _, run in groupby(chunk, str.isspace) if len(chunk) > RUN_CHARS else ():
-            end = at + sum(1 for _ in run)
-            for at in range(at + RUN_CHARS, end, RUN_CHARS):
+            at, end = end, end + sum(1 for _ in run)
+            while end - at > RUN_CHARS:
+                at += RUN_CHARS
                 yield chunk[begin:at]
                 begin = at
-            at = end
         yield chunk[begin:]
 
 
@@ -295,14 +311,13 @@ for text in (" " * 25_001, "a" * 60_000, "ab " * 150_000):
 # spelling, and a prompt may contain that spelling: a document about this very model, or an attack. It must stay text.
 
 # %% tags=["export"]
-def read_json(path):
-    "The JSON object in `path`, read as strictly as a header (5.5.2)."
+def read_json(path: Path) -> dict[str, Any]:
+    "The JSON object in the file `path`, read as strictly as a header (5.5). Raises FileNotFoundError, TokenizerError."
     return json_object(small_file(path, MAX_JSON_BYTES, TokenizerError), path, TokenizerError)
 
 
-# %% tags=["export"]
-def named_specials(path, tree):
-    "{id: name} from `added_tokens_decoder`."
+def named_specials(path: Path, tree: dict[str, Any]) -> dict[int, str]:
+    "{id: name} from `added_tokens_decoder` of the object `tree`, which `path` holds. Raises TokenizerError."
     table = tree.get("added_tokens_decoder")
     if not isinstance(table, dict):
         raise TokenizerError(f"{path}: added_tokens_decoder is {str(table)[:40]}, expected an object")
@@ -312,17 +327,24 @@ def named_specials(path, tree):
         if not re.fullmatch("0|[1-9][0-9]{0,9}", key):
             raise TokenizerError(f"{path}: added_tokens_decoder has the key {key[:20]!r}, expected an id")
         if not isinstance(name, str) or not name or re.search("[\ud800-\udfff]", name):
-            raise TokenizerError(f"{path}: added_tokens_decoder {key} has content {str(name)[:40]!a}, expected its text")
+            raise TokenizerError(f"{path}: added_tokens_decoder {key} has content {str(name)[:40]!a}, "
+                                 "expected its text")
         named[int(key)] = name
     return named
 
+
+# %% [markdown]
+# The control ids must begin where the ranks end, and no name may have two ids.
 
 # %% tags=["export"]
 MAX_SPECIALS = 65_536
 
 
-def all_specials(path, named, ranks, vocab_size=None):
-    "Names of ids ranks..vocab_size-1 in order; those without a name of their own are `<|reserved_token_i|>`."
+def all_specials(path: Path, named: dict[int, str], ranks: int, vocab_size: int | None = None) -> list[str]:
+    """Names of the ids ranks..vocab_size-1 in order. An id that is not in `named` is `<|reserved_token_i|>`.
+
+    `vocab_size` None means one more than the last named id. Raises TokenizerError.
+    """
     end = max(named, default=ranks - 1) + 1 if vocab_size is None else vocab_size
     for i in sorted(named):
         if i < ranks:
@@ -330,11 +352,13 @@ def all_specials(path, named, ranks, vocab_size=None):
         if i >= end:
             raise TokenizerError(f"{path}: {named[i]!a} has id {i}, expected less than the vocabulary size {end}")
     if named and min(named) != ranks:
-        raise TokenizerError(f"{path}: control ids start at {min(named)}, expected {ranks}, the number of ranks in tiktoken.model")
+        raise TokenizerError(f"{path}: control ids start at {min(named)}, expected {ranks}, "
+                             "the number of ranks in tiktoken.model")
     if not 0 <= end - ranks <= MAX_SPECIALS:
-        raise TokenizerError(f"{path}: {end - ranks:,} control ids after {ranks:,} ranks, expected 0 to {MAX_SPECIALS:,}")
+        raise TokenizerError(f"{path}: {end - ranks:,} control ids after {ranks:,} ranks, "
+                             f"expected 0 to {MAX_SPECIALS:,}")
     names = [named.get(i, f"<|reserved_token_{i}|>") for i in range(ranks, end)]
-    first = {}
+    first = dict[str, int]()
     for i, name in enumerate(names, ranks):
         if first.setdefault(name, i) != i:
             raise TokenizerError(f"{path}: {name!a} has two ids, {first[name]} and {i}")
@@ -347,8 +371,11 @@ def all_specials(path, named, ranks, vocab_size=None):
 # their names do not.
 
 # %% tags=["export"]
-def stop_ids(path, tree, ids):
-    "Ids that end a reply, found by name in `ids` {name: id}: end of message, end of sequence and the file's eos_token."
+def stop_ids(path: Path, tree: dict[str, Any], ids: dict[str, int]) -> tuple[int, ...]:
+    """Ids that end a reply, ascending: those of the names for end of message and end of sequence, and of `eos_token`.
+
+    `ids`: {name: id}. `tree`: the object that `path` holds. Raises TokenizerError if its eos_token has no id.
+    """
     eos = tree.get("eos_token")
     eos = eos.get("content") if isinstance(eos, dict) else eos
     if eos is not None and (not isinstance(eos, str) or eos not in ids):
@@ -388,45 +415,51 @@ assert encoder.encode(case["text"]).ids == case["ids"] != obvious.encode(case["t
 
 
 # %% [markdown]
-# ## 5.21.7 Showing text while it comes
+# ## 5.21.7 Showing text as it is generated
 #
 # An id can hold part of a character: a smile is four bytes and often two or more ids. Python's incremental decoder
-# holds back exactly the bytes that may still become a character. What can no longer become one is shown as U+FFFD, or
-# kept for those who want the bytes.
+# holds back exactly the bytes that may still become a character. Bytes that can no longer become one are shown as
+# U+FFFD, or kept for a caller who wants the bytes.
 
 # %% tags=["export"]
 class StreamDecoder:
-    "Ids in, whole characters out. Bytes of an unfinished character wait for the next id."
+    """Ids in, whole characters out. The bytes of an unfinished character wait for the next id.
 
-    def __init__(self, tokenizer, errors="replace"):
-        "errors='surrogateescape' keeps invalid bytes: text.encode('utf-8', 'surrogateescape') gives them back."
+    `errors` is a codec's error handler for invalid bytes: 'replace' shows U+FFFD, 'surrogateescape' keeps the bytes,
+    and text.encode('utf-8', 'surrogateescape') gives them back.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", errors: str = "replace"):
         self.tokenizer = tokenizer
         self.utf8 = codecs.getincrementaldecoder("utf-8")(errors)
 
-    def feed(self, token_id):
-        "The text that `token_id` completes; empty while a character is unfinished."
-        return self.utf8.decode(self.tokenizer.decode([token_id]))
+    def feed(self, token_id: int) -> str:
+        "The text that `token_id` completes, empty while a character is unfinished. Raises TokenizerError."
+        return self.utf8.decode(self.tokenizer.token(token_id))
 
-    def finish(self):
-        "What was still waiting, as invalid bytes: the stream has ended."
+    def finish(self) -> str:
+        "The bytes that still wait, as invalid ones. To be called once, after the last id."
         return self.utf8.decode(b"", final=True)
 
 
 # %% [markdown]
 # ## 5.21.8 The tokenizer
 #
-# Two halves. The table from ids to bytes is loaded at once and is small. The encoder is built when the first text comes
-# and can be dropped, because after the prompt nobody asks for it again.
-#
-# Bytes in are bytes out: a stretch of input that is not UTF-8 is a piece of its own, merged by rank like any other. A
-# `str` has no bytes for a lone surrogate, so it gets U+FFFD, as in the release's class.
+# Two halves. The table from ids to bytes is read when a `Tokenizer` is made, and is small.
 
 # %% tags=["export"]
 class Tokenizer:
-    "Text to ids and ids to bytes, from `tiktoken.model` and `tokenizer_config.json` in a model's folder."
+    """Text to ids and ids to bytes, from `tiktoken.model` and `tokenizer_config.json` in a model's folder.
 
-    def __init__(self, model_dir, vocab_size=None):
-        "Loads the id table only. `vocab_size` defaults to the last named control id plus one."
+    The fields `blob`, `offsets` (read_ranks), `ranks`, `special_names`, `special_ids`, `vocab_size` and `stop_ids` are
+    set once and never change. `encoder` is None until the first text is encoded, and after drop_encoder().
+    """
+
+    def __init__(self, model_dir: str | os.PathLike, vocab_size: int | None = None):
+        """Read the table. `vocab_size` None means one more than the last named control id.
+
+        Raises FileNotFoundError, and TokenizerError for files that are damaged or contradict each other.
+        """
         folder = Path(model_dir)
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder}: no such model folder")
@@ -438,43 +471,10 @@ class Tokenizer:
         self.special_ids = {name: i for i, name in enumerate(self.special_names, self.ranks)}
         self.vocab_size = self.ranks + len(self.special_names)
         self.stop_ids = stop_ids(path, tree, self.special_ids)
-        self.encoder = None
+        self.encoder: tokenizers.Tokenizer | None = None
 
-    def encode(self, text, allow_special=False):
-        """Ids of `text`, str or bytes. Names of control tokens are plain text unless allow_special.
-        In bytes, what is not UTF-8 keeps its bytes; in str, a lone surrogate becomes U+FFFD, having none."""
-        if isinstance(text, str):
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        else:
-            text = bytes(text).decode("utf-8", "surrogateescape")
-        self.encoder = self.encoder or build_encoder(self.blob, self.offsets)
-        ids = []
-        for i, piece in enumerate(re.split("([\udc80-\udcff]+)", text)):
-            ids += self.encode_invalid(piece) if i % 2 else self.encode_valid(piece, allow_special)
-        return ids
-
-    def encode_valid(self, text, allow_special):
-        "Ids of text without surrogates, cut as the reference cuts it."
-        if not allow_special:
-            return [i for part in cut(text) for i in self.encoder.encode(part, add_special_tokens=False).ids]
-        names = "|".join(map(re.escape, sorted(self.special_names, key=len, reverse=True)))
-        ids = []
-        for part in cut(text):
-            for i, piece in enumerate(re.split(f"({names})", part) if names else [part]):
-                ids += [self.special_ids[piece]] if i % 2 else self.encode_valid(piece, False)
-        return ids
-
-    def encode_invalid(self, escaped):
-        "Ids of a run of bytes that are not UTF-8, merged by rank as one piece."
-        data = escaped.encode("utf-8", "surrogateescape")
-        return [token.id for token in self.encoder.model.tokenize(as_chars(data))]
-
-    def encode_segments(self, segments):
-        "Ids of (text, allow_special) pairs, each encoded alone, so that a segment's edge is a token's edge."
-        return [i for text, allow_special in segments for i in self.encode(text, bool(allow_special))]
-
-    def token(self, token_id):
-        "The bytes of one id; of a control id, its name."
+    def token(self, token_id: int) -> bytes:
+        "The bytes of one id, of a control id its name. Raises TokenizerError if there is no such id."
         i = index(token_id)
         if not 0 <= i < self.vocab_size:
             raise TokenizerError(f"token id {i}: expected 0..{self.vocab_size - 1}")
@@ -482,20 +482,78 @@ class Tokenizer:
             return self.special_names[i - self.ranks].encode()
         return self.blob[self.offsets[i] : self.offsets[i + 1]]
 
-    def decode(self, ids):
-        "The bytes of a sequence of ids, exactly; they need not be whole UTF-8."
+
+# %% [markdown]
+# The encoder is built when the first text comes and can be dropped, because after the prompt nothing is encoded any
+# more.
+#
+# Bytes in are bytes out: a stretch of input that is not UTF-8 is a piece of its own, merged by rank like any other. A
+# `str` has no bytes for a lone surrogate, so it gets U+FFFD, as in the release's class.
+
+# %% tags=["export"]
+class Tokenizer(Tokenizer):
+    def encode(self, text: str | bytes, allow_special: bool = False) -> list[int]:
+        """Ids of `text`. Names of control tokens are plain text unless `allow_special`.
+
+        Bytes that are not UTF-8 are kept. A lone surrogate of a str has no bytes and becomes U+FFFD.
+        """
+        if isinstance(text, str):
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        else:
+            text = bytes(text).decode("utf-8", "surrogateescape")
+        encoder = self.encoder = self.encoder or build_encoder(self.blob, self.offsets)
+        ids: list[int] = []
+        for i, piece in enumerate(re.split("([\udc80-\udcff]+)", text)):
+            if i % 2:  # a run of bytes that are not UTF-8, merged by rank as one piece
+                data = piece.encode("utf-8", "surrogateescape")
+                ids += [token.id for token in encoder.model.tokenize(as_chars(data))]
+            else:
+                for part in cut(piece):
+                    ids += self._encode_part(encoder, part, allow_special)
+        return ids
+
+    def _encode_part(self, encoder, part, allow_special):
+        "Ids of a part of a text without surrogates."
+        if not (allow_special and self.special_names):
+            return encoder.encode(part, add_special_tokens=False).ids
+        names = "|".join(map(re.escape, sorted(self.special_names, key=len, reverse=True)))
+        ids = []
+        for i, piece in enumerate(re.split(f"({names})", part)):
+            ids += [self.special_ids[piece]] if i % 2 else encoder.encode(piece, add_special_tokens=False).ids
+        return ids
+
+
+# %% [markdown]
+# A chat is made of segments, and a segment's edge is a token's edge. Decoding never needs the encoder.
+
+# %% tags=["export"]
+class Tokenizer(Tokenizer):
+    def encode_segments(self, segments: Iterable[tuple[str, Any]]) -> list[int]:
+        "Ids of (text, allow_special) pairs, each encoded alone."
+        return [i for text, allow_special in segments for i in self.encode(text, bool(allow_special))]
+
+    def decode(self, ids: Iterable[int]) -> bytes:
+        "The bytes of a sequence of ids, exactly; they need not be whole UTF-8. Raises TokenizerError."
         return b"".join(map(self.token, ids))
 
-    def stream(self, errors="replace"):
-        "A StreamDecoder over this vocabulary."
+    def stream(self, errors: str = "replace") -> StreamDecoder:
+        "A new StreamDecoder over this vocabulary."
         return StreamDecoder(self, errors)
 
-    def drop_encoder(self):
-        "Frees what encode built (on the released vocabulary over 100 MB) and returns it to the system. decode needs none of it."
+    def drop_encoder(self) -> None:
+        "Free the encoder, over 100 MB for the released vocabulary, and give its memory back to the system."
         self.encoder = None
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim:
-            trim(0)
+        trim_freed_memory()
+
+
+# %% [markdown]
+# Not every folder holds a vocabulary: a synthetic checkpoint (5.24) has none, and decodes ids only. But a link to a
+# vocabulary that is gone is a fault, so it is not taken for a folder without one.
+
+# %% tags=["export"]
+def open_tokenizer(path: str | os.PathLike, config: Config) -> Tokenizer | None:
+    "The Tokenizer of the model folder `path`, None where the folder has no `tiktoken.model`. Raises as Tokenizer does."
+    return Tokenizer(path, config.vocab_size) if os.path.lexists(Path(path) / "tiktoken.model") else None
 
 
 # %%
@@ -507,7 +565,7 @@ print(f"{t.ranks} ranks, {t.vocab_size} ids, stop on", [(i, t.token(i).decode())
 
 # %% [markdown]
 # **Check.** 71 known answers, computed with tiktoken on this vocabulary: hard strings, long runs, control text both
-# ways. Then bytes of any kind: whatever goes in must come out.
+# ways. Then random bytes: the bytes that go in must come out.
 
 # %%
 wrong = 0
@@ -524,8 +582,8 @@ print(len(cases), "known answers, 2000 random byte strings; wrong:", wrong)
 assert wrong == 0
 
 # %% [markdown]
-# The three ways a broken character can come in: as bytes it is kept, as a decoding error it was already replaced, as a
-# lone surrogate it is replaced now.
+# A broken character can come in three ways. As bytes it is kept. As a decoding error it was replaced before it came. As
+# a lone surrogate it is replaced now.
 
 # %%
 broken = b"ok \xf0\x9f\x99 end"
@@ -535,9 +593,9 @@ print(t.decode(t.encode("ok \ud83d end")))
 assert t.decode(t.encode(broken)) == broken
 
 # %% [markdown]
-# Now the stream. The upper curve counts the bytes of the ids so far, the lower what has been shown. They part wherever
-# a character is unfinished and meet at the end; a decoder that shows each id by itself would print a U+FFFD at every
-# gap.
+# Now the stream. The upper curve counts the bytes of the ids so far, the lower the bytes that have been shown. They
+# part wherever a character is unfinished and meet at the end; a decoder that shows each id by itself would print a
+# U+FFFD at every gap.
 
 # %%
 reply = "Merci \U0001f642\U0001f680! Ça va? 早く漢字を"
@@ -570,8 +628,8 @@ for errors in ("replace", "surrogateescape"):
 # %% [markdown]
 # ## 5.21.9 Make it fast, keep it small
 #
-# The plain merge scans the whole piece for every merge; the library keeps a queue of pairs and remembers pieces it has
-# met. For a piece as long as its text, the plain form is quadratic.
+# The plain merge scans the whole piece for every merge; the library keeps a queue of pairs and remembers the ids of
+# pieces. For a piece as long as its text, the plain form is quadratic.
 
 # %% tags=["nbval-ignore-output"]
 def timed(encode, text):
@@ -599,20 +657,17 @@ for label, text in ((f"{len(prose):,} characters of prose", prose), ("one word o
 # %% tags=["nbval-ignore-output"]
 MEASURE = """
 import sys, time
+from k3lib.system import peak_bytes, resident_bytes
 from k3lib.tokenizer import Tokenizer
 
-def memory(field):
-    fields = open("/proc/self/status").read().split()
-    return int(fields[fields.index(field) + 1]) / 1e3
-
-start, clock = memory("VmRSS:"), time.perf_counter()
+start, clock = resident_bytes(), time.perf_counter()
 t = Tokenizer(sys.argv[1])
-print(f"id table: {memory('VmRSS:') - start:.0f} MB kept, {time.perf_counter() - clock:.1f} s")
+print(f"id table: {(resident_bytes() - start) / 1e6:.0f} MB kept, {time.perf_counter() - clock:.1f} s")
 clock = time.perf_counter()
 print("ids:", t.encode("The capital of France is"))
-print(f"encoder:  {memory('VmHWM:') - start:.0f} MB at its peak, {time.perf_counter() - clock:.1f} s")
+print(f"encoder:  {(peak_bytes() - start) / 1e6:.0f} MB at its peak, {time.perf_counter() - clock:.1f} s")
 t.drop_encoder()
-print(f"dropped:  {memory('VmRSS:') - start:.0f} MB kept")
+print(f"dropped:  {(resident_bytes() - start) / 1e6:.0f} MB kept")
 """
 released = os.environ.get("K3_TIKTOKEN")
 if released and Path("/proc/self/status").exists():
@@ -620,15 +675,16 @@ if released and Path("/proc/self/status").exists():
     (scratch / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": names, "eos_token": "[EOS]"}))
     (scratch / "tiktoken.model").unlink()
     (scratch / "tiktoken.model").symlink_to(released)
-    print(subprocess.run([sys.executable, "-c", MEASURE, str(scratch)], capture_output=True, text=True, check=True).stdout)
+    command = [sys.executable, "-c", MEASURE, str(scratch)]
+    print(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 else:
     print("K3_TIKTOKEN is not set: the released vocabulary was not measured")
 
 # %% [markdown]
 # ## 5.21.10 Refusals, live
 #
-# A damaged rank file does not crash an encoder; it makes other ids of the same prompt. So every line is judged, and the
-# two files against each other: a rank file cut short at a line's end is complete by itself, but the control ids then no
+# A damaged rank file does not crash an encoder; it makes other ids of the same prompt. So every line is checked, and
+# the two files are compared: a rank file cut short at a line's end is complete by itself, but the control ids then no
 # longer start where the ranks end.
 
 # %%
@@ -664,14 +720,14 @@ print(embedded.encode("The capital of France is"))
 print([stream.feed(i) for i in known] + [stream.finish()])
 assert not set(known) & set(embedded.stop_ids)
 
-
 # %% [markdown]
 # ## Summary
 #
 # - A token is bytes with a rank; encoding is splitting by one pattern and merging by rank, and it loses nothing on any
 #   bytes.
 # - Text and control are two channels. An encoder without control tokens cannot be talked into emitting one.
-# - The id table costs 1.8 MB and stays; the encoder costs over 100 MB and goes before the large buffers come.
+# - The id table costs 1.8 MB and stays; the encoder costs over 100 MB and is dropped before the large buffers are
+#   allocated.
 #
 # ## Exercises
 #
@@ -682,9 +738,4 @@ assert not set(known) & set(embedded.stop_ids)
 # 3. A model emits id 222 forever, a lone continuation byte in some vocabulary. What does the stream show, and when?
 #    Change the policy to show nothing for it and say what is lost.
 #
-# Next: [5.3](03_trunk.ipynb) brings the 109 GB that every token must pass through.
-
-# %% tags=["export"]
-def open_tokenizer(path, config):
-    "The folder's Tokenizer, or None where it holds no vocabulary; a link to one that is gone is not none."
-    return Tokenizer(path, config.vocab_size) if os.path.lexists(Path(path) / "tiktoken.model") else None
+# Next: [5.22 From a folder to a running model](22_engine.ipynb).

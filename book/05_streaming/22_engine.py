@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 5.22 From a folder to a running model
 #
-# By now there is a forward pass that knows no files (5.8), a trunk and experts that come from a disk (5.13, 5.16), a
-# plan that says how much of them stays in memory (5.18), and a tokenizer. This chapter puts them together, and what it
-# adds is trust: that a folder is refused before an hour of reading and not after it, that two threads do not move one
-# sequence, that what is reported was measured, and that a number which is not finite is traced to a row of a file.
+# By now there is a forward pass that knows no files (5.8), a trunk and experts that are read from a disk (5.13, 5.16),
+# a plan that says how much of them stays in memory (5.18), and a tokenizer. This chapter puts them together. It adds
+# four promises. A bad folder is refused before an hour of reading, not after it. Two threads cannot move one sequence.
+# What is reported was measured. A number that is not finite is traced to a row of a file.
 #
 # At the end `k3lib.load(folder, ram="8GB")` gives a model that decodes.
 #
@@ -18,13 +18,7 @@
 import json
 import shutil
 import tempfile
-import threading
 from pathlib import Path
-
-import numpy as np
-
-from k3lib.checkpoint import Checkpoint
-from k3lib.fileio import CheckpointError
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 ORACLE = ROOT / "fixtures" / "oracle13"
@@ -33,9 +27,9 @@ EXPECTED = json.loads((ORACLE / "expected.json").read_text())
 # %% [markdown]
 # ## 5.22.1 The report
 #
-# What the plan promised is compared with what happened: bytes by part, hits among the experts, seconds computing and
-# seconds waiting, the measured peak beside the planned one. A report is a picture of one moment. Asking for it changes
-# nothing.
+# A report compares what the plan promised with what happened: bytes read by part, cache hits among the experts, seconds
+# of arithmetic and seconds of waiting, the measured peak beside the planned one. It holds the numbers of one moment,
+# and asking for it changes nothing.
 
 # %% tags=["export"]
 import contextlib
@@ -44,7 +38,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 import numpy as np
 from k3lib.parallel import CORES
@@ -78,7 +71,7 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    "What a model has done so far and what that cost. Bytes are bytes, times are seconds."
+    "What a model has decoded so far, and the time, memory and reading that it took. All times are in seconds."
     model: str
     synthetic: bool
     threads: int
@@ -94,13 +87,13 @@ class Report:
     expert_requests: int
     expert_hits: int
     files: dict[str, str]  # file name -> how it is read
-    asked_bytes: int
-    kernel_bytes: int | None
-    read_bytes_per_second: float
+    asked_bytes: int  # asked of the system, in whole pages
+    kernel_bytes: int | None  # of read calls, as the system counted them
+    read_bytes_per_second: float  # of one reader, while it reads
 
     @property
     def compute_seconds(self) -> float:
-        "Seconds of forward passes in which the arithmetic did not wait for bytes."
+        "Seconds of all forward passes, less those in which the arithmetic waited for bytes."
         return self.wall_seconds - self.io_wait_seconds
 
     def as_dict(self) -> dict:
@@ -109,7 +102,14 @@ class Report:
         return {**fields, "plan": self.plan.as_dict(), "compute_seconds": self.compute_seconds}
 
 
+# %% [markdown]
+# As text it is a table of one line a quantity.
+
 # %% tags=["export"]
+def _by_part(bytes_read):
+    return ", ".join(f"{part} {shown_size(n)}" for part, n in bytes_read.items())
+
+
 class Report(Report):
     def text(self) -> str:
         "The report as a table."
@@ -123,12 +123,19 @@ class Report(Report):
             ("read", _by_part(self.bytes_read)),
             ("in the last step", _by_part(self.step_bytes[-1]) if self.step_bytes else "no step yet"),
             ("read calls", self._read_calls()),
-            ("experts", f"{self.expert_requests} requested, {self.expert_hits} of them resident"),
+            ("experts", f"{self.expert_requests} requested, {self.expert_hits} cache hits"),
             ("files", self._read_modes()),
             ("peak memory", self._peak()),
         ]
         return "\n".join(["report", *(f"  {name:<18}{value}" for name, value in rows)])
 
+
+# %% [markdown]
+# Bytes are counted twice. The engine counts what it asks of the system, in whole pages. The system counts what its read
+# calls delivered to this process, which includes other files that were read meanwhile, such as compiled kernels.
+
+# %% tags=["export"]
+class Report(Report):
     def _seconds(self):
         first = ", ".join(f"{seconds:.3g}" for seconds in self.step_seconds[:6])
         return first + ", ..." * (len(self.step_seconds) > 6)
@@ -150,34 +157,26 @@ class Report(Report):
         return f"{shown_size(self.peak_rss_bytes)} ({share:.0f}% of the plan's {shown_size(self.plan.total)})"
 
 
-def _by_part(bytes_read):
-    return ", ".join(f"{part} {shown_size(n)}" for part, n in bytes_read.items())
-
-
 # %% [markdown]
 # ## 5.22.2 The engine
 #
 # `Engine` is what `load` returns. It owns one sequence and composes the rest: it asks `Model` for a forward pass, and
-# `Trunk`, `Experts` and `Files` for weights and for the account.
-#
-# One sequence can be moved by one caller at a time. A second thread would find some layers ahead of others. A forked
-# child has the memory of its parent and none of its reader threads, so it would wait for ever. Both get a RuntimeError
-# at once.
+# `Trunk`, `Experts` and `Files` for weights and for what was read.
 
 # %% tags=["export"]
 class Engine:
-    """A model that decodes under its plan, and the one sequence it is reading. Made by `load`.
+    """A model that decodes under its plan, and the one sequence that it reads. Made by `load`.
 
     One call at a time, in the process that made it: a second thread and a forked child get a RuntimeError. So does a
-    call that would go on from an interrupted forward pass, until reset() or load_state().
+    call that would go on after an interrupted forward pass, until reset() or load_state().
 
     `config`, `plan`, `tokenizer` (or None), `stop` (ids that end an answer). `chunk`: the most tokens of a forward
-    pass. `on_layer(L)` is called after every layer of every pass: a token takes seconds. `steps`: a Step for each
-    generated token.
+    pass. `on_layer(L)` is called after every layer of every pass. `steps`: a Step for each generated token.
     """
 
     def __init__(self, source: "Source", plan: Plan, files: Files, trunk: Trunk, experts: Experts, threads: int,
                  read_before: int | None):
+        "`read_before`: what read_call_bytes said before the first weight was read."
         self.source, self.plan, self.files, self.trunk, self.experts = source, plan, files, trunk, experts
         self.config, self.tokenizer, self.threads = source.config, source.tokenizer, threads
         self.chunk, self.context = plan.chunk, plan.context
@@ -187,40 +186,49 @@ class Engine:
         self.on_layer: Callable[[int], object] = lambda L: None
         self.steps: list[Step] = []
         self._wall_seconds = self._io_wait_seconds = 0.0
-        self._read_before = read_before  # what read_call_bytes said before the first weight was read
-        self._process, self._call, self._closed = os.getpid(), threading.Lock(), False
-        self._moves = 0  # grows with every call that may move the sequence
+        self._read_before = read_before
+        self._process, self._lock, self._closed = os.getpid(), threading.Lock(), False
+        self._calls = 0  # that may have moved the sequence
         self._fingerprint: str | None = None
         check_vectors(self.config, trunk, files)
         self.model = Model(self.config, self._embedding, trunk.weight, experts, threads)
         self.sequence = Sequence(self.config, self.context)
 
+
+# %% [markdown]
+# One caller at a time can move a sequence: with two, some layers would have read tokens that others have not. A forked
+# child has a copy of its parent's memory and none of its reader threads, so it would wait for them for ever. A second
+# thread and a forked child get a RuntimeError at once. A sequence that an interrupted pass has left incomplete (5.8)
+# is refused, too.
+
+# %% tags=["export"]
+class Engine(Engine):
     @contextlib.contextmanager
-    def _alone(self):
-        "A call that reads or moves the sequence. RuntimeError in a forked process, when closed, during another call."
+    def _exclusive(self):
+        "For a call that reads or moves the sequence. RuntimeError in a forked child, when closed, during another call."
         if os.getpid() != self._process:
-            raise RuntimeError(f"this model belongs to process {self._process}, whose readers this one, forked from "
-                               "it, has not: load one here")
+            raise RuntimeError(f"this model belongs to process {self._process}, and a forked process has none of its "
+                               "readers: load a model here")
         if self._closed:
             raise RuntimeError("this model is closed: load one")
-        if not self._call.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             raise RuntimeError("another call of this model is under way: one at a time, so load a model for each "
                                "thread")
         try:
-            self._moves += 1
+            self._calls += 1
             yield
         finally:
-            self._call.release()
+            self._lock.release()
 
     def _check_complete(self):
         if not self.sequence.complete:
-            raise RuntimeError("a pass was broken off, so some layers have read a token that others have not: "
+            raise RuntimeError("a forward pass was interrupted, so some layers have read tokens that others have not: "
                                "reset() or load_state() first")
 
 
 # %% [markdown]
-# A prompt is read in chunks, as long as the plan has room for. Only the last token's logits are wanted for decoding, so
-# the other chunks end before the head.
+# A prompt is read in chunks, each as long as the plan has room for. Decoding needs the logits of the last token only,
+# so the other chunks end before the head.
 
 # %% tags=["export"]
 class Engine(Engine):
@@ -229,27 +237,34 @@ class Engine(Engine):
         return self.forward(ids, last_only=True)[-1]
 
     def step(self, token: int) -> np.ndarray:
-        "Read one id; logits float32 [vocab]."
+        "Read one id; logits float32 [vocab]. Raises what forward raises."
         return self.prefill([token])
 
     def forward(self, ids: Iterable[int] | int, last_only: bool = False, watch: Callable | None = None) -> np.ndarray:
         """Read `ids`; logits float32 [T, vocab], or [1, vocab] of the last one. The bits do not depend on `chunk`.
 
-        `watch(name, layer, value)` is shown what Model.forward shows, a chunk at a time. Raises UsageError for ids that
-        are none or do not fit the context, and CheckpointError for weights that cannot be read or are damaged.
+        `watch(name, layer, value)` is shown what Model.forward shows, a chunk at a time. Raises UsageError for values
+        that are no ids or do not fit the context, and CheckpointError for weights that cannot be read or are damaged.
         """
-        with self._alone():
-            ids = self._checked(ids)
+        with self._exclusive():
+            tokens = self._checked(ids)
             began, waited, rows = time.perf_counter(), self._waited(), []
-            for first in range(0, len(ids), self.chunk):
-                chunk = ids[first:first + self.chunk]
-                wanted = len(chunk) if not last_only else int(first + len(chunk) == len(ids))
+            for first in range(0, len(tokens), self.chunk):
+                chunk = tokens[first:first + self.chunk]
+                wanted = len(chunk) if not last_only else int(first + len(chunk) == len(tokens))
                 rows.append(self._pass(chunk, wanted, watch))
             self.files.check()
             self._wall_seconds += time.perf_counter() - began
             self._io_wait_seconds += self._waited() - waited
             return rows[-1] if last_only else np.concatenate(rows)
 
+
+# %% [markdown]
+# One chunk is one forward pass. `Model` shows a `watch` function what it computes, and the end of each layer is one of
+# these events: a token of K3 takes seconds, and a program that shows progress wants to count layers.
+
+# %% tags=["export"]
+class Engine(Engine):
     def _pass(self, chunk, wanted, watch):
         "One forward pass: logits float32 [wanted, vocab]."
         def watched(name, L, value):
@@ -269,12 +284,12 @@ class Engine(Engine):
 
 
 # %% [markdown]
-# Ids come from people and programs: `[304.5]`, `"123"` and `True` are refused by name, before anything is read.
+# Ids come from people and programs: `[304.5]`, `"123"` and `True` are refused before anything is read.
 
 # %% tags=["export"]
 class Engine(Engine):
     def _checked(self, ids):
-        "The ids as a list of int. Raises UsageError for what is no id or does not fit, RuntimeError before a reset."
+        "The ids as a list of int. Raises UsageError for a value that is no id or does not fit, and RuntimeError."
         self._check_complete()
         ids = list(ids) if isinstance(ids, Iterable) and not isinstance(ids, (str, bytes)) else [ids]
         if not ids:
@@ -302,8 +317,8 @@ def check_vocabulary(ids: Iterable[int], config: Config) -> None:
 # The first pass reads the whole prompt, every later one a single id. The largest logit wins; of equal ones the lower
 # id, which is what `argmax` returns. Decoding ends after `max_new_tokens` or on an end id.
 #
-# A generator can lie suspended while its caller does something else with the same engine. It must not go on with
-# another sequence as if nothing had happened, so it compares the number of calls that have moved the sequence.
+# Between two of its tokens a generator is suspended, and its caller may use the same engine for another sequence. The
+# generator must not go on with that one. So it compares the number of calls that may have moved the sequence.
 
 # %% tags=["export"]
 class Engine(Engine):
@@ -312,7 +327,7 @@ class Engine(Engine):
         """Greedy decoding of a new sequence: yields up to `max_new_tokens` ids, the last an end id if one comes.
 
         `on_logits` is shown each step's logits, float32 [vocab]. An engine has one sequence: if another call has moved
-        it since the last token, this generator ends with a RuntimeError.
+        it since the last token, this generator ends with a RuntimeError. Raises what forward raises.
         """
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 30)
         self.reset()
@@ -325,18 +340,18 @@ class Engine(Engine):
             self.steps.append(Step(token, time.perf_counter() - began, bytes_read))
             if on_logits is not None:
                 on_logits(logits)
-            moves = self._moves
+            calls = self._calls
             yield token
             if token in self.stop:
                 return
-            if self._moves != moves:
-                raise RuntimeError("the model has begun or read another sequence since: one sequence at a time")
+            if self._calls != calls:
+                raise RuntimeError("the model has begun or read another sequence since the last token: one sequence "
+                                   "at a time")
             unread = [token]
 
 
 # %% [markdown]
-# The sequence, and what ends it. Closing gives the weights' memory back and ends the readers; what was done can still
-# be told.
+# The engine's sequence can be begun anew, saved and loaded (5.20). For that the engine knows its model's fingerprint.
 
 # %% tags=["export"]
 class Engine(Engine):
@@ -347,27 +362,27 @@ class Engine(Engine):
 
     def reset(self) -> None:
         "Forget the sequence: zero KDA states, empty KV caches, position 0."
-        with self._alone():
+        with self._exclusive():
             self.sequence.reset()
 
     def save_state(self, file: str | os.PathLike) -> None:
         "Write the sequence to `file`, whole or not at all: a safetensors file (5.20). Raises OSError."
-        with self._alone():
+        with self._exclusive():
             self._check_complete()
             save_sequence(file, self.sequence, self.fingerprint())
 
     def load_state(self, file: str | os.PathLike) -> None:
         """Go on with the sequence that save_state has written to `file`, at any budget, number of threads and context.
 
-        Raises FileNotFoundError, StateError for a file that is damaged or of another model or version, UsageError if
-        the context is too small; the sequence has not changed then. A file that changes or fails during the second
-        reading leaves a sequence to be reset.
+        Raises FileNotFoundError; StateError for a file that is damaged, or of another model or version; UsageError if
+        the context is too small. The sequence has not changed then, unless the file was changed or could not be read
+        during its second reading: that leaves a sequence to be reset.
         """
-        with self._alone():
+        with self._exclusive():
             load_sequence(file, self.sequence, self.fingerprint())
 
     def fingerprint(self) -> str:
-        "What saved states call this model (5.20.2), in hex. The first call reads a row of every matrix."
+        "The name of this model in saved states (5.20.2), in hex. The first call reads a row of every matrix."
         if self._fingerprint is None:
             tensors = ((name, extent, self._first_row(name, extent)) for name, extent in self.source.extents.items())
             self._fingerprint = model_fingerprint(self.config, tensors)
@@ -378,6 +393,12 @@ class Engine(Engine):
         value = self.trunk.resident.get(name)
         return value if isinstance(value, np.ndarray) else self.files.array(extent, "other", 0, 1)
 
+
+# %% [markdown]
+# Closing ends the readers and gives the weights' memory back. The report can still be asked for.
+
+# %% tags=["export"]
+class Engine(Engine):
     def close(self) -> None:
         """End the readers, close the shards and give the weights' memory back; `with` does it too.
 
@@ -398,7 +419,7 @@ class Engine(Engine):
 
 
 # %% [markdown]
-# The report is put together from those who counted.
+# The report is put together from what model, experts and files have counted.
 
 # %% tags=["export"]
 class Engine(Engine):
@@ -423,17 +444,17 @@ class Engine(Engine):
 # %% [markdown]
 # ## 5.22.4 A number that is not finite
 #
-# A product came out infinite or NaN (1.5.4), and the error names the weight that was taken last and the rows behind the
-# product. The engine reads those rows again and says what is wrong: a damaged number in the file, or finite weights
+# When a product comes out infinite or NaN (1.5), the error names the weight that was taken last and the rows that were
+# multiplied. The engine reads those rows again and says what is wrong: a damaged number in the file, or finite weights
 # whose sum float32 could not hold.
 #
-# Products show a damaged matrix, since every weight is multiplied. A damaged vector may meet a zero or a $\tanh$ and
-# stay hidden, so vectors are checked when they are loaded. Row 0 of the embedding is no product at all and is checked
-# where it is read.
+# A damaged matrix shows in its products, since every weight is multiplied. A damaged vector may be multiplied by zero,
+# or hidden by a $\tanh$, so vectors are checked when they are loaded. A row of the embedding is not multiplied at all
+# and is checked where it is read.
 
 # %% tags=["export"]
 def not_finite_in(files: Files, extent: Extent, name: str, begin: int, end: int) -> str | None:
-    "What is wrong in rows begin..end of a tensor, one line, or None: its first infinity, NaN or E8M0 scale of 255."
+    "One line on the first infinity, NaN or E8M0 scale of 255 in rows begin..end of a tensor, or None if all is finite."
     rows = files.array(extent, "other", begin, end - begin)
     values = bf16_to_float32(rows) if extent.dtype == "BF16" else rows
     bad = rows == 255 if extent.dtype == "U8" else ~np.isfinite(values)
@@ -487,15 +508,14 @@ class Engine(Engine):
 # %% [markdown]
 # ## 5.22.5 Loading
 #
-# `load` trusts nothing: the config is refused or believed as a whole (5.3), every tensor it implies must be in the
-# headers with its dtype and shape, and the plan must hold, also against the memory that is free, before anything large
-# is allocated. Half a million tensors are asked for family by family (5.3.5), which is quick; only if one is not right,
-# the plain loop goes through the names to say which. A packed trunk (5.19) takes the checkpoint's place as the source
-# of everything but embedding and experts.
+# `load` checks everything that can be checked without reading weights. The config is refused or accepted as a whole
+# (5.3). Every tensor that it implies must be in the headers with its dtype and shape (5.4). The plan must fit the
+# budget and the memory that is free (5.18). Only then is anything large allocated. A packed trunk (5.19) takes the
+# checkpoint's place as the source of everything but embedding and experts.
 
 # %% tags=["export"]
 class Source(NamedTuple):
-    "A checkpoint's folder, read as far as its headers."
+    "What is known of a model from config, headers and vocabulary, before any weight is read."
     path: str
     config: Config
     checkpoint: Checkpoint
@@ -511,7 +531,10 @@ class Source(NamedTuple):
 
 
 def open_source(path: str | os.PathLike, trunk: str | os.PathLike | None) -> Source:
-    "Read and check a checkpoint's config, headers and tokenizer, and the headers of a packed trunk in folder `trunk`."
+    """Read and check a checkpoint's config, headers and vocabulary, and a packed trunk's headers in folder `trunk`.
+
+    Raises ConfigError, CheckpointError, TokenizerError and FileNotFoundError.
+    """
     config, checkpoint = read_config(path), Checkpoint(path)
     check_tensors(config, checkpoint)
     order = list(forward_order(config))
@@ -521,41 +544,44 @@ def open_source(path: str | os.PathLike, trunk: str | os.PathLike | None) -> Sou
 
 
 # %% [markdown]
-# Trunk and experts start threads. Whatever ends the loading half-way, Ctrl-C among it, must end those threads too, so
-# each part is put on a stack of things to close until the engine has them all.
+# Trunk and experts start threads. If loading fails half-way, or Ctrl-C ends it, those threads must end too. So each
+# part is put on a stack of parts to close, until the engine owns them all.
 
 # %% tags=["export"]
 def start(source: Source, plan: Plan, threads: int, progress: Callable[[int], object] | None) -> Engine:
-    "Read what the plan pins, start the readers, and return the Engine that owns them."
-    with contextlib.ExitStack() as undo:
+    "Read the tensors that stay in memory, start the readers, and return the Engine that owns both."
+    with contextlib.ExitStack() as opened:
         files, read_before = Files(source.trunk.fingerprints), read_call_bytes()
-        undo.callback(files.close)
+        opened.callback(files.close)
         trunk = Trunk(plan.layout.trunk, files, progress)
-        undo.callback(trunk.close)
+        opened.callback(trunk.close)
         experts = Experts(plan.layout.experts, source.expert_extents, files)
-        undo.callback(experts.close)
+        opened.callback(experts.close)
         engine = Engine(source, plan, files, trunk, experts, threads, read_before)
-        undo.pop_all()
+        opened.pop_all()  # closes nothing: the engine will
         return engine
 
 
+# %% [markdown]
+# `load` is the whole way from a folder to an engine: arguments, headers, plan, weights.
+
+# %% tags=["export"]
 def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLike | None = None,
          threads: int | None = None, *, context: int = 1024, prompt_tokens: int | None = None,
          readers: int | None = None, on_plan: Callable[[Plan], object] | None = None,
          progress: Callable[[int], object] | None = None) -> Engine:
-    """An Engine for the checkpoint in folder `path`.
+    """An Engine that decodes the checkpoint in folder `path`.
 
-    `ram`: bytes of memory that this process may hold ("8GB", "1GiB", an int).
+    `ram`: the most memory that this process may hold, in bytes or as text ("8GB", "1GiB"). The memory that the process
+    already holds is part of it, that of other models included. Two loads at the same time do not see each other's
+    plans. `context`: positions for which there is room. `prompt_tokens`: the longest prompt, if known; a prefill chunk
+    is never longer. `trunk`: a folder that `k3 pack` has filled from this checkpoint; the trunk is read from there.
 
-    What it holds already counts, other models too. Two models that load at the same time do not know of each
-    other.
+    `threads`: threads of arithmetic, all cores if None. `readers`: threads that read, never fewer than `threads`;
+    `k3 plan --measure` says how many the device can use. `on_plan(plan)` is called before anything large is allocated,
+    `progress(nbytes)` after each tensor that is pinned.
 
-    `trunk`: a folder that `k3 pack` has filled from this checkpoint, to read the trunk from. `threads`: threads of
-    arithmetic, all cores if None. `context`: positions for which there must be room. `prompt_tokens`: the longest
-    prompt, if known: the prefill chunk need not be larger. `readers`: threads that read, at least one for each thread
-    of arithmetic; see `k3 plan --measure`. `on_plan` is shown the Plan before anything large is allocated, `progress`
-    the bytes of each tensor pinned. Raises ConfigError, CheckpointError, TokenizerError, UsageError and
-    FileNotFoundError.
+    Raises ConfigError, CheckpointError, TokenizerError, PlanError, UsageError and FileNotFoundError.
     """
     return_freed_memory()
     budget = parse_size(ram)
@@ -586,7 +612,7 @@ assert sum(map(len, [report.ids, report.step_bytes])) == 40 and report.io_wait_s
 print(report.text())
 
 # %% [markdown]
-# A second thread is refused while the first is inside a pass, and the first one's answer is not touched by it.
+# A second thread is refused while the first is inside a pass, and the first thread's answer stays the same.
 
 # %%
 with load(ORACLE / "model", ram="1GB", context=32) as model:
@@ -641,15 +667,15 @@ with tempfile.TemporaryDirectory() as scratch:
 # %% [markdown]
 # ## Summary
 #
-# - `load` refuses before it reads: config, headers, tokenizer, plan; only then are weights pinned and threads started.
-# - An engine composes model, trunk, experts and files; it owns one sequence, and one caller moves it at a time.
-# - A product that is not finite is traced back to a row of a file, or called an overflow.
+# - `load` checks config, headers, vocabulary and plan; only then are weights pinned and threads started.
+# - An engine composes model, trunk, experts and files. It owns one sequence, and one caller moves it at a time.
+# - A product that is not finite is traced to a row of a file, or reported as an overflow.
 #
 # ## Exercises
 #
 # 1. Raise an exception from `on_layer` in the middle of a prompt, then call `step`. Which attribute of the sequence
-#    refuses, and which call makes the engine usable again?
+#    makes the engine refuse, and which calls make it usable again?
 # 2. Suspend one `generate` after its first token, run another to its end, and go on with the first. What is the
-#    earliest moment at which it could notice?
+#    earliest moment at which the first could notice?
 #
 # Next: [5.23 Whether every byte is the one that was published](23_verify.ipynb).

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 5.25 The dial: one model, any budget
 #
-# Everything the book has derived meets here: a budget in bytes becomes a plan, the plan becomes a model, the model
-# decodes greedily, and the report says what that cost. At the end you can run a model of any size on this machine and
-# know that the budget changed the time, never a bit of the answer.
+# Everything that the book has derived meets here: a budget in bytes becomes a plan, the plan becomes a model, the model
+# decodes greedily, and the report says what that cost. At the end you can run a model of any size on this machine, and
+# you know what the budget changes, the bytes that are read for a token, and what it never changes: a bit of the answer.
 #
 # Needs the whole book; uses what chapters 5.18 to 5.24 made. Runs in under a minute.
 #
@@ -60,12 +60,12 @@ K3 = read_config(ROOT / "fixtures" / "k3")
 # %% [markdown]
 # ## 5.25.1 Three budgets, the same bytes
 #
-# Just above the floor most of the trunk streams; two megabytes more keep most of it; with plenty, nothing is read
-# twice. The logits of all steps are compared as bytes.
+# Just above the smallest budget most of the trunk streams. Two megabytes more pin most of it. With a hundred more, all
+# of it is pinned and read only once. The logits of all steps are compared as bytes.
 
 # %%
 def floor():
-    "The smallest budget that load accepts now: it says so when it refuses less."
+    "The smallest budget that load accepts now: the refusal of a smaller one names it."
     try:
         load(ORACLE / "model", ram=1, context=32)
     except PlanError as error:
@@ -84,14 +84,15 @@ def logits_at(ram, trunk=None):
 
 # %%
 runs = [logits_at(floor() + extra) for extra in (2_000_000, 4_000_000, 100_000_000)]
-for tokens, _, share, read in runs:
+for tokens, *_ in runs:
     assert tokens == EXPECTED["generated_ids"][:6]
 assert runs[0][1] == runs[1][1] == runs[2][1]
 assert runs[0][2] < runs[1][2] < runs[2][2] == 1 and runs[0][3] > runs[1][3] > runs[2][3]
 print("three budgets, three amounts of reading, the same logits: True")
 
 # %% [markdown]
-# The same at the smallest of the three with the trunk on another disk, or at least in another folder.
+# The same at the smallest of the three budgets, with a packed trunk (5.19) in another folder, which could be on a
+# faster disk.
 
 # %%
 with tempfile.TemporaryDirectory() as scratch:
@@ -100,75 +101,72 @@ with tempfile.TemporaryDirectory() as scratch:
 assert packed[0] == runs[0][0] and packed[1] == runs[0][1]
 print("packed,", done.partition(": ")[2].partition(" on disk")[0].rpartition(",")[0] + ":", "the same logits: True")
 
-
 # %% [markdown]
-# ## 5.25.2 One token, in time
+# ## 5.25.2 One token, layer by layer
 #
 # A model large enough to watch: five layers of the released width with 64 experts each (5.24), 16.6 GB of tensors in
-# 600 MB of memory. Every read and every product of one step leaves an event (5.13.2).
+# 600 MB of memory. `on_layer` is called at the end of each layer. There the clock, the seconds of waiting and the bytes
+# read so far are noted, and their differences are what each layer took.
 
 # %%
+PARTS = {"trunk": "C0", "experts": "C2", "other": "C4"}
+
+
 def one_step(folder, ram, ids):
-    "Of the step after the prompt `ids`: its events and the ends of its layers, seconds from its beginning; its config."
-    model = load(folder, ram=ram, context=len(ids) + 1)
-    token = int(np.argmax(model.prefill(ids)))
-    model.files.log, ends = [], []
-    model.on_layer = lambda L: ends.append(time.perf_counter() - began)
-    began = time.perf_counter()
-    model.step(token)
-    ends.append(time.perf_counter() - began)
-    model.close()
-    return [e._replace(began=e.began - began, ended=e.ended - began) for e in model.files.log], ends, model.config
+    "Of the step after the prompt `ids`: a row {quantity: amount} for each layer and for the head, and the config."
+    with load(folder, ram=ram, context=len(ids) + 1) as model:
+        token = int(np.argmax(model.prefill(ids)))
+        notes = []
+
+        def note(L=None):
+            waited = model.trunk.wait_seconds + model.experts.wait_seconds
+            notes.append({"seconds": time.perf_counter(), "waiting": waited, **model.files.bytes_read})
+
+        note()
+        model.on_layer = note
+        model.step(token)
+        note()
+    return [{key: b[key] - a[key] for key in a} for a, b in zip(notes, notes[1:])], model.config
 
 
 with tempfile.TemporaryDirectory() as scratch:
     made = synth(Path(scratch, "slice"), "full", layers=5, experts=64)
-    log, ends, config = one_step(Path(scratch, "slice"), "600MB", [5, 9, 17])
-assert len(ends) == 6 and {e.what for e in log} == {"trunk", "experts", "other", "arithmetic"}
+    layers, config = one_step(Path(scratch, "slice"), "600MB", [5, 9, 17])
+assert len(layers) == 6 and all(sum(row[part] for row in layers) > 0 for part in PARTS)
 print(f"{shown_size(made.payload_bytes)} of tensors, layers", *(config.layer_kind(L) for L in range(5)))
 
 # %% tags=["nbval-ignore-output"]
-COLORS = {"trunk": "C0", "experts": "C2", "other": "C4", "arithmetic": "C1"}
-LABELS = {"trunk": "reading the trunk", "experts": "reading experts", "other": "reading the head",
-          "arithmetic": "multiplying"}
-
-
-def busy(what, edges):
-    "Threads busy with `what`, on average over each interval between `edges`."
-    began, ended = np.array([(e.began, e.ended) for e in log if e.what == what]).T
-    return np.diff([np.clip(edge - began, 0, ended - began).sum() for edge in edges]) / np.diff(edges)
-
-
-fig, (top, low) = plt.subplots(2, 1, figsize=(8, 4.6), height_ratios=[1, 1.1])
-edges = np.linspace(0, ends[-1], 150)
-top.stackplot((edges[1:] + edges[:-1]) / 2, [busy(what, edges) for what in COLORS], colors=COLORS.values(),
-              labels=LABELS.values())
-for L, (begin, end) in enumerate(zip([0, *ends], ends)):
-    name = "head" if L == 5 else f"{L}: {config.layer_kind(L).upper()}" + ", dense" * config.is_dense(L)
-    top.text((begin + end) / 2, 1.02, name, ha="center", fontsize=7, transform=top.get_xaxis_transform())
-    top.axvline(end, color="k", lw=0.5)
-top.set(ylabel="busy threads", xlim=(0, ends[-1]), ylim=(0, 1.25 * top.get_ylim()[1]))
-top.set_title("Reads and products share the cores from the first millisecond to the last", pad=16)
-top.legend(loc="upper left", ncol=4, fontsize=7)
-threads_seen = sorted({e.thread for e in log if e.thread.startswith("k3-")}, reverse=True)
-for e in log:
-    if e.thread in threads_seen and e.ended > ends[1] and e.began < ends[2]:
-        low.barh(threads_seen.index(e.thread), e.ended - e.began, left=e.began, color=COLORS[e.what])
-low.set_yticks(range(len(threads_seen)), threads_seen)
-low.set(xlim=(ends[1], ends[2]), xlabel="seconds",
-        title="Layer 2 by thread: the trunk's readers, then, when the router has spoken, the experts'")
+names = [f"{L}: {config.layer_kind(L).upper()}" + ", dense" * config.is_dense(L) for L in range(5)] + ["head"]
+fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3), sharey=True)
+waiting = np.array([row["waiting"] for row in layers])
+computing = np.array([row["seconds"] for row in layers]) - waiting
+left.barh(names, computing, color="C1", label="computing")
+left.barh(names, waiting, left=computing, color="C5", label="waiting for bytes")
+left.set(xlabel="seconds", xlim=(0, 1.6 * (computing + waiting).max()), title="The time of one token, by layer")
+left.invert_yaxis()
+left.legend(loc="center right")
+end = np.zeros(len(layers))
+for part, color in PARTS.items():
+    read = np.array([row[part] / 1e9 for row in layers])
+    right.barh(names, read, left=end, color=color, label=part)
+    end += read
+right.set(xlabel="GB read", title="Most of what a layer reads is trunk")
+right.legend(loc="center right")
 plt.show()
 
 # %% [markdown]
-# The thread that has read some rows multiplies them while they are in its core's cache, so the colours alternate within
-# a thread, and while one thread waits for the disk another multiplies. Most of these bytes are holes, which the system
-# fills with zeros as fast as it can write: reading costs processor time here, where a disk would cost waiting.
+# The first layer has a dense MLP and no experts. In each of the others, sixteen experts are read when the router has
+# chosen them. A reader multiplies the rows that it has read while they are in its core's cache, so reading and
+# arithmetic overlap. What counts as waiting is the time of a product less the processor time of its arithmetic, shared
+# by the cores. Most bytes of this checkpoint are holes, which the system fills with zeros: reading them takes processor
+# time here, where a disk would let the processor wait.
 #
 # ## 5.25.3 What streams, what stays, and what that costs
 #
-# The full shape, all 93 layers and 896 experts, decoded from a synthetic checkpoint at five budgets. The figures are
-# measured by `make scale`, which writes them to `fixtures/measured/scale.json`; run it, and this section is about your
-# machine.
+# The full shape, all 93 layers and 896 experts, decoded from a synthetic checkpoint at five budgets. `make scale`
+# measures these figures and writes them to `fixtures/measured/scale.json`. If you run it, this section shows your
+# machine. The weights are holes here too, so the time of a token hardly depends on the budget: a byte that is pinned
+# saves a read at the speed of memory. On a disk of 2 GB/s, each pinned gigabyte saves half a second a token.
 
 # %% tags=["nbval-ignore-output"]
 measured = json.loads((ROOT / "fixtures" / "measured" / "scale.json").read_text())
@@ -180,13 +178,15 @@ for row in measured["rows"]:
           + "".join(f"{np.median(s):>7.1f} s" if s else " " * 9 for s in (first, later)))
 
 # %% [markdown]
-# What must be in memory at once decides the smallest budget. A plain engine in C, which loads layer by layer and keeps
-# its tables, needs 8.24 GB for this shape. Where do they go, and what takes their place here?
+# The smallest budget is decided by what must be in memory at one time. A plain engine in C, which loads layer by layer
+# and keeps both vocabulary tables in memory, needs 8.24 GB for this shape. The table shows what these bytes hold, and
+# what this book's engine holds instead.
 
 # %% tags=["nbval-ignore-output"]
 C_FLOOR = 8.24e9
 one_gb = next(row["plan"]["parts"] for row in measured["rows"] if row["ram"] == 10**9)
-size = {name: math.prod(shape) * ITEMSIZE[dtype] for name, dtype, shape in text_tensors(K3) if part_of(name) != "experts"}
+size = {name: math.prod(shape) * ITEMSIZE[dtype] for name, dtype, shape in text_tensors(K3)
+        if part_of(name) != "experts"}
 layer = max(sum(n for name, n in size.items() if layer_of(name) == L) for L in range(K3.num_hidden_layers))
 tables = size[EMBED] + size[HEAD]
 buffers, state = one_gb["row block buffers"], one_gb["KDA state"]
@@ -196,20 +196,23 @@ for what, there, here in (("the largest layer / row block buffers", layer, buffe
                           ("both vocabulary tables / a row of one", tables, 2 * K3.hidden_size),
                           ("KDA state, and all else", C_FLOOR - layer - tables, rest)):
     print(f"{what:<42}{shown_size(there):>15}{shown_size(here):>13}")
-print(f"the state alone: {shown_size(state)}; pinned with what a gigabyte leaves: {shown_size(one_gb['pinned trunk'])}")
+print(f"the KDA state alone: {shown_size(state)}; the rest of a gigabyte pins {shown_size(one_gb['pinned trunk'])}")
 
 # %% [markdown]
 # **What streams**: every matrix of the 93 layers and the head, once a token in the same order, and the sixteen experts
-# a layer chooses. None of them is ever whole in memory: rows arrive, are multiplied, and their buffer is filled again.
-# One row of the embedding is read per token.
+# that each layer chooses. None of them is ever whole in memory: a row block is read and multiplied, and its buffer is
+# filled again. Of the embedding, one row is read for each token.
 #
-# **What stays**: the state, because it changes at every token; vectors and convolutions, because they are small; and
-# the front of the trunk, as far as the budget goes.
+# **What stays**: the recurrent state and the KV cache, because every token changes them; vectors and convolutions,
+# because they are small; and the front of the trunk, as far as the budget goes.
+#
+# The figure shows the peaks and the bytes of these runs. The cross above the line is a run in which no kernel had been
+# compiled yet: the memory of the compiler is not part of the plan.
 #
 # Why pin, and not cache? Forward passes are a cycle, and on a cycle the least recently used row block is the one needed
-# next: an LRU cache of 90% of the trunk would save nothing, pinned it saves 90% (5.13.4). Why the trunk first? A pinned
-# gigabyte is a gigabyte less to read at every token. A token asks for 25.8 GB of experts, and a gigabyte of cache for
-# them saves two thirds of one at best (5.16.8).
+# next. An LRU cache of 90% of the trunk would save nothing; 90% of it pinned saves 90% (5.13). Why the trunk first? A
+# pinned gigabyte is a gigabyte less to read at every token. A token requests 25.8 GB of experts, and a gigabyte of
+# cache for them saves two thirds of a gigabyte at best (5.16).
 
 # %% tags=["nbval-ignore-output"]
 ladder = [row for row in measured["rows"] if row["what"] == f"{row['ram'] // 10**9}GB"]
@@ -230,9 +233,9 @@ for axis in (left.xaxis, left.yaxis):
 left.set(xlabel="budget, GB", ylabel="peak memory, GB", title="The peak follows the budget, from one gigabyte on")
 left.legend()
 names, base = [f"{r['ram'] // 10**9} GB" for r in ladder], np.zeros(len(ladder))
-for part in ("trunk", "experts", "other"):
+for part in PARTS:
     gigabytes = np.array([r["step_bytes"][-1][part] / 1e9 for r in ladder])
-    right.bar(names, gigabytes, bottom=base, color=COLORS[part], label=LABELS[part].removeprefix("reading "))
+    right.bar(names, gigabytes, bottom=base, color=PARTS[part], label=part)
     base += gigabytes
 for i, row in enumerate(ladder):
     right.text(i, base[i] + 2, f"{np.median(row['step_seconds'][1:]):.1f} s", ha="center", fontsize=8)
@@ -247,13 +250,13 @@ print("read for a token at the lowest budget:", ", ".join(f"{part} {shown_size(n
 # %% [markdown]
 # ## 5.25.4 What can go wrong between the disk and the answer
 #
-# Between the publisher and a token lie a download, a disk, a cable and 1.56 TB of chances. Three of them, on a copy of
-# the embedded model. A file that ends early is caught by arithmetic: header and file size must agree, for every tensor,
-# before anything is read.
+# A checkpoint is 1.56 TB, and any byte of it can be damaged in the download, on the disk or on the way from it. Three
+# damages, on a copy of the embedded model. The first is a file that ends early. Header and file size must agree for
+# every tensor, so it is refused before any weight is read.
 
 # %%
 def said(error, folder):
-    "An error's line, without the folder that is another at every run."
+    "An error's line, without the folder, whose name differs in every run."
     return str(error).replace(f"{folder}/", "")
 
 
@@ -272,10 +275,10 @@ with tempfile.TemporaryDirectory() as scratch:
 
 
 # %% [markdown]
-# The right size with a wrong number in it. An E8M0 scale of 255 is NaN, and so is everything it multiplies, zeros
-# included; but SiTU's $\tanh$ would make an innocent 1 of an infinity. So the sums are checked before any curve sees
-# them (1.5.4), and the weights are read again only where a sum is not finite (5.22.4). That costs 1 to 2% of a step
-# here, where a row has 128 weights, and less where it has 7168.
+# The second is a file of the right size with a number in it that is not finite. An E8M0 scale of 255 is NaN, and so is
+# everything that it multiplies, also zeros. An infinity would become 1 in SiTU's $\tanh$ and be hidden. So sums are
+# checked before any nonlinear function is applied to them (1.5), and weights are read again only where a sum is not
+# finite (5.22.4). That costs 1 to 2% of a step here, where a row has 128 weights, and less where it has 7168.
 
 # %%
 def overwrite(extent, at, byte):
@@ -307,9 +310,9 @@ with tempfile.TemporaryDirectory() as scratch:
         print(said(error, folder))
 
 # %% [markdown]
-# A wrong number that is a number. No reader of weights can know it: one nibble is as good as another, and so are nearly
-# all bfloat16. One byte makes one weight of the last layer 8,192 or more; the answer comes fluently, with exit code 0.
-# It shows only against a record of what the files were.
+# The third is a wrong number that is finite. Nothing in the file shows it, because every nibble and nearly every
+# bfloat16 is a valid weight. Here one changed byte makes one weight of the last layer 8,192 or larger. The model
+# decodes other ids, with exit code 0. Only a comparison with recorded hashes of the files finds the damage.
 
 # %%
 with tempfile.TemporaryDirectory() as scratch:
@@ -326,9 +329,10 @@ with tempfile.TemporaryDirectory() as scratch:
 assert wrong != right and len(damaged) == 1
 
 # %% [markdown]
-# So: the right ids, or one line that says which file, tensor and row; and before a long run, `k3 verify`.
+# So a run ends with ids, or with one line that says which file, tensor and row is damaged. Before a long run, `k3
+# verify` makes sure that the ids are the right ones.
 #
-# The same rule holds for what a run writes. A state (5.20), a report and a packed trunk get their names when they are
+# What a run writes is treated the same way. A state (5.20), a report and a packed trunk get their names when they are
 # complete and on the disk. Ctrl-C leaves the old file or none, and an interrupted forward pass cannot be continued.
 
 # %%
@@ -356,8 +360,8 @@ with tempfile.TemporaryDirectory() as scratch:
 # %% [markdown]
 # ## 5.25.5 The run
 #
-# The run is `k3 decode` in a process of its own: this notebook's kernel, with its plotting library, is no part of the
-# model's memory, and the peak of a fresh process is that process's own.
+# The run is `k3 decode` in a process of its own. So its budget and its peak do not include this notebook's kernel with
+# its plotting library.
 
 # %% tags=["nbval-ignore-output", "run"]
 folder = model_dir or os.path.relpath(ORACLE / "model")
@@ -376,8 +380,8 @@ with tempfile.TemporaryDirectory() as scratch:
     report = json.loads(record.read_text())
 
 # %% [markdown]
-# The answer itself: the same ids on every machine and at every budget. For the embedded model, another implementation's
-# twenty ids stand beside it.
+# The answer: the same ids on every machine and at every budget. Those of the embedded model are compared with the
+# twenty ids that another implementation has computed.
 
 # %%
 print("ids", report["ids"])
@@ -395,7 +399,7 @@ middle.barh([k.split(",")[0] for k in parts], [v / 1e6 for v in parts.values()],
 middle.set(xlabel="planned memory, MB", title="Where the budget goes")
 middle.invert_yaxis()
 read = report["bytes_read"]
-right.bar(read.keys(), [n / 1e6 for n in read.values()], color=[COLORS[part] for part in read])
+right.bar(read.keys(), [n / 1e6 for n in read.values()], color=[PARTS[part] for part in read])
 right.set(ylabel="MB read in the whole run", title="What was read")
 plt.show()
 
@@ -404,14 +408,14 @@ plt.show()
 #
 # - A budget is spent on what saves most: fixed costs, then the trunk from the front, then, when all of it is pinned,
 #   expert slots.
-# - Nothing is ever whole in memory but what changes at every token; so the smallest budget is the state and the
+# - Only what changes at every token must be whole in memory. So the smallest budget is the recurrent state and the
 #   interpreter, not the largest layer.
-# - The plan is made, shown and refused before anything large exists; the peak is measured and set beside it.
-# - The bytes of the answer do not depend on the budget. Three of them were compared here.
+# - The plan is made, and shown or refused, before anything large is allocated. The measured peak stands beside it.
+# - The bits of the answer do not depend on the budget. Three budgets were compared here.
 #
 # ## Exercises
 #
 # 1. Pin the *end* of the trunk instead of the front. Does any number in the report change?
-# 2. At which budget would K3's whole trunk be resident, and from which on does an expert slot begin to pay?
-# 3. Decode with `context` one position too small and read the refusal. Where in the code is it raised, and why before
-#    the first read?
+# 2. At which budget is K3's whole trunk pinned, and from which budget on is an expert cached?
+# 3. Decode with `context` one position too small and read the refusal. Where in the code is it raised, and why is that
+#    before the first read?
