@@ -506,6 +506,7 @@ pool = Prefetcher(fill, [np.zeros(64, np.int64) for _ in range(3)], readers=3, r
 assert passes(pool, list(range(20)), times=20)
 print("20 times through 20 blocks, three readers and three buffers: every block once, with its own bytes: True")
 
+
 # %% [markdown]
 # A batch that is left out is an error and not a shift. After an error or an interrupt only `restart` goes on.
 

@@ -412,6 +412,7 @@ plt.show()
 assert len(results) == 1
 shutil.rmtree(scratch)
 
+
 # %% [markdown]
 # In the first picture nothing overlaps. In the second, what was read ahead is multiplied at once. Then every reader
 # takes blocks of its own, and while one waits for the device another multiplies. When the matrix is done they read

@@ -64,6 +64,7 @@ first_pass = [(1, 7), (1, 3), (2, 0), (2, 5)]
 print(packed_trace(first_pass).hex(" ", 4))
 assert len(packed_trace(first_pass)) == 32
 
+
 # %% [markdown]
 # ## 5.14.2 Where a forward pass begins
 #
@@ -150,6 +151,7 @@ for damage, data in (("inside a request", packed_trace(by_hand)[:-5]), ("inside 
     else:
         raise AssertionError(f"{damage}: read without an error")
 folder.cleanup()
+
 
 # %% [markdown]
 # ## 5.14.3 What is computed again counts once

@@ -411,6 +411,7 @@ for size in (0.5, 3.0):
     seconds = (time.perf_counter() - began) / len(trace)
     print(f"{size} working sets: {seconds * 1e3:.1f} ms a token for its {LAYERS} choices")
 
+
 # %% [markdown]
 # ## 5.15.8 What a gigabyte saves
 #

@@ -53,6 +53,7 @@ from k3lib.prefetch import Prefetcher, items
 from k3lib.read_multiply import Product, read_multiply
 from k3lib.trunk import max_concurrent_blocks, read_rows
 
+
 # %% [markdown]
 # ## 5.16.1 One expert, as few reads as its layout allows
 #
@@ -103,6 +104,7 @@ print("one elsewhere:    ", adjacent_runs([at(0), at(90), at(10)]))
 print("another file's 10:", adjacent_runs([at(0), at(10, "other"), at(20)]))
 assert adjacent_runs([at(0), at(10), at(20)]) == [[0, 1, 2]]
 assert adjacent_runs([at(0), at(90), at(10)]) == [[0, 2], [1]]
+
 
 # %% [markdown]
 # ## 5.16.2 Multiplied while it is read
@@ -284,6 +286,7 @@ ax.set(xlabel="bytes of a unit", ylabel="processor ms an expert",
        title=f"From holes, units of 768 KiB: {streamed / same:.0%} of the time of whole reads into one slot")
 ax.legend(loc="lower right")
 plt.show()
+
 
 # %% [markdown]
 # The arithmetic is the same every time; what differs is how far the bytes travel. Small units pay for their calls,
@@ -530,6 +533,7 @@ for slots, nbytes in ((2, LARGE), (39, LARGE), (195, LARGE), (3, SMALL)):
         print(f"{slots:3} slots of {nbytes:,} bytes, {limit} at a time: {experts.requests} requested, "
               f"{experts.hits} hits, the right bytes")
 
+
 # %% [markdown]
 # Layer 1 was asked for twice. Three of its five experts were cached the second time, or all five: these are the hits.
 # Two slots are fewer than readers, so nothing is kept in them, and an expert that streams never is.
@@ -652,6 +656,7 @@ ax.set(xlabel="arrival", ylabel="rank of the expert that arrives",
        title=f"Twelve runs of one request: {len(set(map(tuple, orders)))} orders of arrival")
 ax.legend()
 plt.show()
+
 
 # %% [markdown]
 # ## 5.16.8 Several reads at once

@@ -54,6 +54,7 @@ ax.set(xlabel="rate of the trunk's disk, GB/s", ylabel="seconds of reading a tok
 ax.legend()
 plt.show()
 
+
 # %% [markdown]
 # ## 5.19.2 What a packed trunk is
 #
