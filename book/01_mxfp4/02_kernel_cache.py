@@ -81,10 +81,13 @@ LEAF = "from numba import njit\n\n@njit(cache=True)\ndef leaf(x):\n    return x 
 ROOT = "from leaf import leaf\nfrom numba import njit\n\n@njit(cache=True)\ndef root(x):\n    return 10 * leaf(x)\n"
 
 
-def run(folder, code):
-    "What Python prints, in a new process that finds its modules in the folder and keeps machine code there."
+def run(folder, code, errors=None):
+    """What Python prints, in a new process that finds its modules in the folder and keeps machine code there.
+
+    `errors`: where its stderr goes, as subprocess takes it.
+    """
     env = {**os.environ, "PYTHONPATH": str(folder), "NUMBA_CACHE_DIR": str(folder / "cache")}
-    return subprocess.check_output([sys.executable, "-c", code], env=env, text=True).strip()
+    return subprocess.check_output([sys.executable, "-c", code], env=env, text=True, stderr=errors).strip()
 
 
 with tempfile.TemporaryDirectory() as name:
@@ -347,9 +350,10 @@ with tempfile.TemporaryDirectory() as name:
         entry.unlink()
     (folder / "cache").rmdir()
     (folder / "cache").write_text("a file where the folder should be")
-    answers.append(run(folder, CALL))
-assert answers == ["20 compiled", "20 kept", "20 compiled", "20 kept", "20 compiled"]
-answers
+    said, answer = run(folder, CALL, errors=subprocess.STDOUT).splitlines()
+assert answers == ["20 compiled", "20 kept", "20 compiled", "20 kept"] and answer == "20 compiled"
+print(*answers, answer, sep=", ")
+print(said.replace(name, "..."))
 
 # %% [markdown]
 # ## Summary
