@@ -324,8 +324,8 @@ class Matrix(Protocol):
     def map_blocks(self, work: Callable[[int, Any, int], None], threads: int) -> None:
         """Call work(first_row, rows, threads) on row blocks that cover the matrix, each row once.
 
-        A resident matrix makes one call for all rows with all threads. A streamed one makes concurrent calls from its
-        reader threads, with threads = 1.
+        A resident matrix makes one call for all rows with all threads. A streamed one may make concurrent calls from
+        its reader threads, with threads = 1.
         """
 
 

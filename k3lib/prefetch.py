@@ -60,10 +60,13 @@ class Prefetcher:
 
     read(block, buffer) -> data fills `buffer`: one of the page buffers `buffers`, or the block's own memory where
     memory(block) is not None. At most `read_ahead` blocks wait for their batch. Threads and errors carry `name`.
-    `wait_seconds`: how long the caller stood still for bytes. `busy_seconds`: processor time of the arithmetic, summed
-    over the readers. Raises ValueError without buffers or readers.
+    `busy_seconds`: processor time of the arithmetic, summed over the readers. `wait_seconds`: an estimate of how long
+    the arithmetic waited for bytes, the duration of map_blocks less what `busy_seconds` explains with as many cores as
+    may work. Raises ValueError without buffers or readers.
 
-    One thread, the caller, uses restart, at_start and map_blocks. `_lock` guards every field. While nobody holds it:
+    One thread, the caller, uses restart, at_start and map_blocks. `_lock` guards every field that changes, but for the
+    two sums of seconds, which others may read at any time. While nobody holds the lock and no batch was interrupted or
+    has failed since the last restart:
     1. A buffer of the pool is in exactly one place: in `_free`, in an entry, or with a job that streams.
     2. An entry is in exactly one place: in `_ahead`, in `_batch.entries`, or with the one job that works on it. Its
        buffer becomes free when that job has ended.
@@ -87,10 +90,15 @@ class Prefetcher:
         self._free, self._ahead = list(buffers), deque[Entry]()
         self._batch: Batch | None = None
         self._reading = self._working = self._idle = 0
-        self._threads = [threading.Thread(target=self._serve, name=f"k3-{name}-{i}", daemon=True)
-                         for i in range(readers)]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for i in range(readers):
+                thread = threading.Thread(target=self._serve, name=f"k3-{name}-{i}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:  # the system gives no more threads, or Ctrl-C: nobody has this pool to close it
+            self.close()
+            raise
 
     def restart(self, order: list, cyclic: bool = False) -> None:
         """Forget all blocks, and what a failed batch has left, once the jobs under way have ended; then begin `order`.
@@ -111,7 +119,7 @@ class Prefetcher:
             self._for_readers.notify_all()
 
     def at_start(self) -> bool:
-        "True if the next block of a batch is the first of the order, and nothing was interrupted or has failed."
+        "Of a cyclic order: is its first block the next one, and was nothing interrupted, and has nothing failed?"
         with self._lock:
             return self._sound and (self._next - len(self._ahead)) % max(1, len(self._order)) == 0
 
@@ -250,7 +258,7 @@ class Prefetcher:
             if batch is None:
                 return self._read(entry.block, entry.buffer)
             if entry.block is None:
-                return batch.stream(batch.rest, entry.buffer, batch.cursor)
+                return float(batch.stream(batch.rest, entry.buffer, batch.cursor))
             if isinstance(entry.data, BaseException):
                 raise entry.data
             began = time.thread_time()

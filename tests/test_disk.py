@@ -135,6 +135,19 @@ def test_a_file_that_gives_nothing_before_its_end(tmp_path, monkeypatch):
     file.close()
 
 
+def test_a_file_refused_at_open_keeps_no_descriptor(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(bytes(PAGE))
+    probe = os.dup(0)
+    os.close(probe)  # the lowest number that is free
+    for _ in range(3):
+        with pytest.raises(CheckpointError, match="was replaced"):
+            File(str(path), (0, 0, PAGE, 0))
+    again = os.dup(0)
+    os.close(again)
+    assert again == probe
+
+
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(CheckpointError, match="gone: cannot be opened: No such file"):
         File(str(tmp_path / "gone"))

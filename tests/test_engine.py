@@ -113,6 +113,14 @@ def test_a_generator_does_not_go_on_with_another_sequence(model, between, tmp_pa
         next(generated)
 
 
+def test_a_state_saved_between_two_tokens_does_not_end_a_generator(model, tmp_path):
+    whole = list(model.generate(IDS, 4))
+    generated = model.generate(IDS, 4)
+    first = [next(generated), next(generated)]
+    model.save_state(tmp_path / "state")
+    assert [*first, *generated] == whole
+
+
 def test_a_generator_that_overtakes_another_is_not_disturbed(model):
     first = model.generate(IDS, 3)
     next(first)
@@ -203,6 +211,9 @@ def test_the_plan_is_shown_before_anything_is_read_and_each_pinned_tensor_after(
     (dict(readers=0), "readers is 0"),
     (dict(context=0), "context is 0"),
     (dict(context=2**31), "context is 2147483648"),
+    (dict(prompt_tokens=-5), "prompt_tokens is -5"),
+    (dict(prompt_tokens=0), "prompt_tokens is 0"),
+    (dict(prompt_tokens=2.5), "prompt_tokens is 2.5"),
 ])
 def test_what_load_refuses_by_name(how, words):
     with pytest.raises(UsageError, match=words):

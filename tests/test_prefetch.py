@@ -528,3 +528,26 @@ def test_a_caller_whose_blocks_were_read_ahead_has_not_waited(numbers):
     b.until(lambda: (b.buffers[0] > 0).all() and (b.buffers[1] > 0).all())
     b.consume([1, 2], 1)
     assert b.pool.wait_seconds < 0.2
+
+
+def test_a_pool_that_gets_too_few_threads_ends_those_it_has(monkeypatch):
+    begun, start = [], threading.Thread.start
+
+    def start_two(thread):
+        if len(begun) == 2:
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Prefetcher(lambda block, buffer: block, [0, 1, 2], 3, 1, "few")
+    assert len(begun) == 2 and not any(thread.is_alive() for thread in begun)
+
+
+def test_a_stream_that_returns_no_number_fails_its_batch():
+    pool = Prefetcher(lambda block, buffer: block, [0, 1], 1, 0, "no number")
+    pool.restart([1, 2])
+    with pytest.raises(TypeError):
+        pool.map_blocks([1, 2], lambda block, data: None, lambda rest, buffer, cursor: None, 1)
+    pool.close()

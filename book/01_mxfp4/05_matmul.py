@@ -548,8 +548,8 @@ class Matrix(Protocol):
     def map_blocks(self, work: Callable[[int, Any, int], None], threads: int) -> None:
         """Call work(first_row, rows, threads) on row blocks that cover the matrix, each row once.
 
-        A resident matrix makes one call for all rows with all threads. A streamed one makes concurrent calls from its
-        reader threads, with threads = 1.
+        A resident matrix makes one call for all rows with all threads. A streamed one may make concurrent calls from
+        its reader threads, with threads = 1.
         """
 
 
@@ -1072,8 +1072,8 @@ plt.show()
 #
 # What was tried and gave nothing: two rows at a time in place of four, two rows by four tokens (four loads of $x$ for
 # eight products, more than the second cache delivers), eight rows, and asking for scale bytes ahead too. With
-# everything in the cache and two threads that share a core's execution units, as chapter 5.16 has it, instructions
-# count: three for a pair of products in each lane, four to unpack it.
+# everything in the cache and two threads that share a core's execution units, instructions count: three for a pair of
+# products in each lane, four to unpack it.
 
 # %% [markdown]
 # ## Summary

@@ -154,8 +154,12 @@ class File:
 
     def _use(self, direct, how):
         fd = open_read(self.path, direct)
+        try:
+            self._compare(os.fstat(fd))
+        except BaseException:
+            os.close(fd)
+            raise
         self._opened.append(fd)
-        self._compare(os.fstat(fd))
         self.descriptor, self.how = (fd, direct), how
 
     def _go_buffered(self, why):

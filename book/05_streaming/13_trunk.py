@@ -147,8 +147,12 @@ class Trunk:
         rows = [block for name in self._names if name not in layout.routers for block in layout.streamed[name]]
         routers = [block for name in self._names if name in layout.routers for block in layout.streamed[name]]
         self._pools: dict[str, tuple[Prefetcher, list[RowBlock]]] = {}
-        self._add_pool("trunk", rows, layout.rows, layout.readers, layout.read_ahead)
-        self._add_pool("routers", routers, layout.router_rows, 1, layout.router_rows.count)
+        try:
+            self._add_pool("trunk", rows, layout.rows, layout.readers, layout.read_ahead)
+            self._add_pool("routers", routers, layout.router_rows, 1, layout.router_rows.count)
+        except BaseException:  # nobody has this trunk yet to close it
+            self.close()
+            raise
 
 
 # %% tags=["export"]

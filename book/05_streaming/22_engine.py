@@ -188,7 +188,7 @@ class Engine:
         self._wall_seconds = self._io_wait_seconds = 0.0
         self._read_before = read_before
         self._process, self._lock, self._closed = os.getpid(), threading.Lock(), False
-        self._calls = 0  # that may have moved the sequence
+        self._moves = 0  # calls that may have moved the sequence
         self._fingerprint: str | None = None
         check_vectors(self.config, trunk, files)
         self.model = Model(self.config, self._embedding, trunk.weight, experts, threads)
@@ -215,7 +215,6 @@ class Engine(Engine):
             raise RuntimeError("another call of this model is under way: one at a time, so load a model for each "
                                "thread")
         try:
-            self._calls += 1
             yield
         finally:
             self._lock.release()
@@ -247,6 +246,7 @@ class Engine(Engine):
         that are no ids or do not fit the context, and CheckpointError for weights that cannot be read or are damaged.
         """
         with self._exclusive():
+            self._moves += 1
             tokens = self._checked(ids)
             began, waited, rows = time.perf_counter(), self._waited(), []
             for first in range(0, len(tokens), self.chunk):
@@ -331,7 +331,7 @@ class Engine(Engine):
         """
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 30)
         self.reset()
-        unread = list(ids)
+        unread = ids
         for _ in range(max_new_tokens):
             began, before = time.perf_counter(), dict(self.files.bytes_read)
             logits = self.prefill(unread)
@@ -340,11 +340,11 @@ class Engine(Engine):
             self.steps.append(Step(token, time.perf_counter() - began, bytes_read))
             if on_logits is not None:
                 on_logits(logits)
-            calls = self._calls
+            moves = self._moves
             yield token
             if token in self.stop:
                 return
-            if self._calls != calls:
+            if self._moves != moves:
                 raise RuntimeError("the model has begun or read another sequence since the last token: one sequence "
                                    "at a time")
             unread = [token]
@@ -363,13 +363,14 @@ class Engine(Engine):
     def reset(self) -> None:
         "Forget the sequence: zero KDA states, empty KV caches, position 0."
         with self._exclusive():
+            self._moves += 1
             self.sequence.reset()
 
     def save_state(self, file: str | os.PathLike) -> None:
         "Write the sequence to `file`, whole or not at all: a safetensors file (5.20). Raises OSError."
         with self._exclusive():
             self._check_complete()
-            save_sequence(file, self.sequence, self.fingerprint())
+            save_sequence(file, self.sequence, self._model_fingerprint())
 
     def load_state(self, file: str | os.PathLike) -> None:
         """Go on with the sequence that save_state has written to `file`, at any budget, number of threads and context.
@@ -379,9 +380,10 @@ class Engine(Engine):
         during its second reading: that leaves a sequence to be reset.
         """
         with self._exclusive():
-            load_sequence(file, self.sequence, self.fingerprint())
+            self._moves += 1
+            load_sequence(file, self.sequence, self._model_fingerprint())
 
-    def fingerprint(self) -> str:
+    def _model_fingerprint(self):
         "The name of this model in saved states (5.20.2), in hex. The first call reads a row of every matrix."
         if self._fingerprint is None:
             tensors = ((name, extent, self._first_row(name, extent)) for name, extent in self.source.extents.items())
@@ -587,6 +589,7 @@ def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLi
     budget = parse_size(ram)
     threads = CORES if threads is None else whole_number("threads", threads, 1, CORES)
     readers = None if readers is None else whole_number("readers", readers, 1, MAX_READERS)
+    prompt_tokens = None if prompt_tokens is None else whole_number("prompt_tokens", prompt_tokens, 1, 1 << 30)
     context = whole_number("context", context, 1, 1 << 30)
     source = open_source(path, trunk)
     plan = make_plan(source.config, source.checkpoint, budget, context, trunk=source.trunk, prompt_tokens=prompt_tokens,
