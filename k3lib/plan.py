@@ -50,11 +50,11 @@ LIBRARY_RSS_GROWTH = 12_000_000  # how much of that is at least still to come, h
 PROCESS_RSS = 150_000_000  # an interpreter with its libraries, where the system does not tell
 
 
-def fixed_costs(config: Config, trunk: TrunkLayout, context: int) -> dict[str, int]:
-    "{part: bytes} of what this process holds at any budget: what it holds now, and what decoding adds."
+def fixed_costs(config: Config, trunk: TrunkLayout, context: int, held: int) -> dict[str, int]:
+    "{part: bytes} of what this process holds at any budget: the `held` bytes of before, and what decoding adds."
     libraries = max(LIBRARY_RSS_GROWTH, LIBRARY_RSS - (status_bytes("RssFile") or LIBRARY_RSS))
     return {
-        "interpreter, libraries, checkpoint index": resident_bytes() or PROCESS_RSS,
+        "interpreter, libraries, checkpoint index": held,
         "compiled kernels and threads": JIT_RSS + libraries,
         "KDA state": state_bytes(config),
         f"latent KV cache, {context} positions": context * position_bytes(config),
@@ -195,11 +195,12 @@ def make_plan(config: Config, checkpoint: Checkpoint, ram: int, context: int, *,
     `readers`: threads that read, never fewer than `threads` of arithmetic. Allocates nothing large. Raises PlanError if
     `ram` is too small, or larger than the memory that is free.
     """
+    held = resident_bytes() or PROCESS_RSS  # before the row blocks are listed, because the layout counts its lists
     readers, source = max(READERS if readers is None else readers, threads), trunk or checkpoint
     extents = {name: source.extent(name) for name in forward_order(config)}
     streaming = trunk_layout(extents, row_multiples(config), readers)
     experts, whole = streaming_experts(config, checkpoint, readers)
-    parts = fixed_costs(config, streaming, context)
+    parts = fixed_costs(config, streaming, context, held)
     one = activation_bytes(config, 1)
     least = sum(parts.values()) + one + streaming.buffer_bytes + experts.slots.total
     now = parts["interpreter, libraries, checkpoint index"]
