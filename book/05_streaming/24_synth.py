@@ -855,8 +855,8 @@ def synth(folder: str | os.PathLike, preset: str = "full", seed: int = 0, layers
     """
     folder, tell = prepare(folder), progress or (lambda line: None)
     part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    part.mkdir()
     try:
+        part.mkdir()  # inside, because a signal may come as soon as the folder is there
         recipe = write_config(part, preset, seed, layers=layers, experts=experts, vocab=vocab, **changes)
         shards = plan_shards(recipe)
         check_space(part, shards)
