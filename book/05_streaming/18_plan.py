@@ -300,10 +300,9 @@ def make_plan(config: Config, checkpoint: Checkpoint, ram: int, context: int, *,
     parts = fixed_costs(config, streaming, context, held)
     one = activation_bytes(config, 1)
     least = sum(parts.values()) + one + streaming.buffer_bytes + experts.slots.total
-    now = parts["interpreter, libraries, checkpoint index"]
     if ram < least:
         raise PlanError(least, f"a budget of {shown_size(ram)} is {shown_size(least - ram)} short: with "
-                               f"{shown_size(now)} that this process already holds, this model with {context} "
+                               f"{shown_size(held)} that this process already holds, this model with {context} "
                                f"positions needs at least {_enough(least)} MB")
     chunk = longest_chunk(config, min(MAX_CHUNK, prompt_tokens or MAX_CHUNK), ram - least)
     activations = activation_bytes(config, chunk)
@@ -315,20 +314,20 @@ def make_plan(config: Config, checkpoint: Checkpoint, ram: int, context: int, *,
               "pinned trunk": pinned_bytes, f"expert slots, {experts.slots.count}": experts.slots.total}
     trunk_bytes = sum(page_padded(blocks[0].extent.nbytes) for blocks in streaming.streamed.values())
     plan = Plan(ram, parts, Layout(pinning, experts), pinned_bytes, trunk_bytes, context, chunk)
-    _check_free(plan, now, least)
+    _check_free(plan, held, least)
     return plan
 
 
 # %% tags=["export"]
-def _check_free(plan, now, least):
-    "Raise PlanError if the plan takes more than what this process, which holds `now` bytes, can still take."
+def _check_free(plan, held, least):
+    "Raise PlanError if the plan takes more than what this process, which holds `held` bytes, can still take."
     free = available_bytes()
-    if free is None or plan.total - now <= free:
+    if free is None or plan.total - held <= free:
         return
-    fits = int(0.99 * (now + free))  # the free bytes change while they are counted
+    fits = int(0.99 * (held + free))  # the free bytes change while they are counted
     advice = (f"a budget of {fits // 10**6} MB would fit" if fits > least
               else f"not even the smallest budget, {_enough(least)} MB, would fit")
-    raise PlanError(None, f"the plan takes {shown_size(plan.total - now)} more, but only {shown_size(free)} of memory "
+    raise PlanError(None, f"the plan takes {shown_size(plan.total - held)} more, but only {shown_size(free)} of memory "
                           f"are free here: {advice}")
 
 
