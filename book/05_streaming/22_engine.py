@@ -386,7 +386,8 @@ class Engine(Engine):
     def _model_fingerprint(self):
         "The name of this model in saved states (5.20.2), in hex. The first call reads a row of every matrix."
         if self._fingerprint is None:
-            tensors = ((name, extent, self._first_row(name, extent)) for name, extent in self.source.extents.items())
+            extents = ((name, self._extent(name)) for name in forward_order(self.config))
+            tensors = ((name, extent, self._first_row(name, extent)) for name, extent in extents)
             self._fingerprint = model_fingerprint(self.config, tensors)
         return self._fingerprint
 
@@ -481,7 +482,7 @@ def check_vectors(config: Config, trunk: Trunk, files: Files) -> None:
 class Engine(Engine):
     def _embedding(self, i):
         "Row i of the embedding, float32 [H]. Raises CheckpointError for a number that is not finite."
-        extent = self.source.trunk.extent(EMBED)
+        extent = self._extent(EMBED)
         row = bf16_to_float32(self.files.array(extent, part_of(EMBED), i, 1)[0])
         if not np.isfinite(row).all():
             raise CheckpointError(not_finite_in(self.files, extent, EMBED, i, i + 1))
@@ -504,7 +505,7 @@ class Engine(Engine):
 
     def _extent(self, name):
         "Where a tensor is read from: a packed trunk's folder, or the checkpoint's."
-        return self.source.extents.get(name) or self.source.checkpoint.extent(name)
+        return self.source.trunk.extent(name)
 
 
 # %% [markdown]
@@ -525,7 +526,6 @@ class Source(NamedTuple):
     synthetic: bool
     trunk: Checkpoint | Packed  # where the trunk is read from
     trunk_folder: str | None
-    extents: dict[str, Extent]  # of the trunk's tensors, in the order of the forward pass
 
     def expert_extents(self, L: int, e: int) -> list[Extent]:
         "Where the six tensors of expert `e` of layer L lie, in the order of the files."
@@ -539,10 +539,9 @@ def open_source(path: str | os.PathLike, trunk: str | os.PathLike | None) -> Sou
     """
     config, checkpoint = read_config(path), Checkpoint(path)
     check_tensors(config, checkpoint)
-    order = list(forward_order(config))
-    read_from = checkpoint if trunk is None else Packed(checkpoint, order, trunk)
+    read_from = checkpoint if trunk is None else Packed(checkpoint, forward_order(config), trunk)
     return Source(str(path), config, checkpoint, open_tokenizer(path, config), is_synthetic(path), read_from,
-                  None if trunk is None else str(trunk), {name: read_from.extent(name) for name in order})
+                  None if trunk is None else str(trunk))
 
 
 # %% [markdown]
