@@ -139,23 +139,14 @@ def decode(
     (layer, expert) of every request. `options`: ram, trunk, threads, readers of `load`. Raises what `load` raises, and
     Interrupted with the tokens so far.
     """
-    from k3lib.engine import check_vocabulary, load
+    from k3lib.engine import check_vocabulary
 
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 20)
     numbers = prompt_ids(path, ids, prompt)
     if not numbers:
         raise UsageError("the prompt is empty: at least one token id is needed")
     check_vocabulary(numbers, read_config(path))  # before gigabytes are read
-    pinning = progress_bar(None, "B", desc="pinning", unit_scale=True)
-    model = load(
-        path,
-        context=len(numbers) + max_new_tokens,
-        prompt_tokens=len(numbers),
-        progress=pinning.update,
-        on_plan=lambda plan: show(plan.text()),
-        **options,
-    )
-    pinning.close()
+    model = _shown_load(path, show, context=len(numbers) + max_new_tokens, prompt_tokens=len(numbers), **options)
     model.experts.trace = trace
     try:
         return _shown_run(model, numbers, max_new_tokens, show, logits)
@@ -165,6 +156,14 @@ def decode(
         raise Interrupted(f"after {len(made)} of {max_new_tokens} tokens{tokens}") from None
     finally:
         model.close()
+
+
+def _shown_load(path, show, **options):
+    "The model; `show` is given its plan, and a bar grows while the trunk is pinned."
+    from k3lib.engine import load
+
+    with progress_bar(None, "B", desc="pinning", unit_scale=True) as pinning:
+        return load(path, progress=pinning.update, on_plan=lambda plan: show(plan.text()), **options)
 
 
 def _shown_run(model, ids, max_new_tokens, show, logits):

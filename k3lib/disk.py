@@ -53,7 +53,7 @@ class File:
         self.path, self._known, self._lock = path, known, threading.Lock()
         self._opened: list[int] = []  # all descriptors, open until close()
         self.descriptor: tuple[int, bool]
-        self.how: str
+        self.access: str
         if not has_direct():
             self._go_buffered("this system has no O_DIRECT")
             return
@@ -62,7 +62,7 @@ class File:
         except OSError as error:
             self._go_buffered(f"O_DIRECT refused at open: {error.strerror}")
 
-    def _use(self, direct, how):
+    def _use(self, direct, access):
         fd = open_read(self.path, direct)
         try:
             self._compare(os.fstat(fd))
@@ -70,7 +70,7 @@ class File:
             os.close(fd)
             raise
         self._opened.append(fd)
-        self.descriptor, self.how = (fd, direct), how
+        self.descriptor, self.access = (fd, direct), access
 
     def _go_buffered(self, why):
         "Read through the page cache from now on."
@@ -161,7 +161,7 @@ class Files:
 
     def __init__(self, fingerprints: dict[str, Fingerprint] | None = None):
         self.bytes_read = {"trunk": 0, "experts": 0, "other": 0}
-        self.moved, self.read_seconds = 0, 0.0
+        self.bytes_transferred, self.read_seconds = 0, 0.0
         self._fingerprints = fingerprints or {}
         self._lock = threading.RLock()
         self._read_ended = threading.Condition(self._lock)
@@ -188,7 +188,7 @@ class Files:
         with self._lock:
             self._under_way.pop(threading.get_ident(), None)
             self.bytes_read[part] += count.nbytes
-            self.moved += count.transferred
+            self.bytes_transferred += count.transferred
             self.read_seconds += count.seconds
             if self._closed:
                 self._read_ended.notify_all()
@@ -232,10 +232,10 @@ class Files:
         start = self.read(buffer, extent, first * row, rows * row, part)
         return typed(buffer, start, rows * row, extent.dtype).reshape(rows, *extent.shape[1:])
 
-    def how(self) -> dict[str, str]:
+    def access(self) -> dict[str, str]:
         "{file name: how it is read} of every file opened so far."
         with self._lock:
-            return {os.path.basename(path): file.how for path, file in sorted(self._files.items())}
+            return {os.path.basename(path): file.access for path, file in sorted(self._files.items())}
 
     def check(self) -> None:
         "CheckpointError if a file that was opened has been written to, replaced or removed since its header was read."

@@ -323,8 +323,8 @@ class Engine:
             step_bytes=[step.bytes_read for step in self.steps],
             wall_seconds=self._wall_seconds, io_wait_seconds=self._io_wait_seconds,
             peak_rss_bytes=peak_bytes(), bytes_read=dict(files.bytes_read),
-            expert_requests=self.experts.requests, expert_hits=self.experts.hits, files=files.how(),
-            asked_bytes=files.moved, kernel_bytes=from_kernel,
+            expert_requests=self.experts.requests, expert_hits=self.experts.hits, files=files.access(),
+            asked_bytes=files.bytes_transferred, kernel_bytes=from_kernel,
             read_bytes_per_second=sum(files.bytes_read.values()) / seconds if seconds else 0.0)
 
     def _embedding(self, i):

@@ -17,8 +17,7 @@ from k3lib.layout import (
 from k3lib.matmul import PackedMatrix, check_packed, deinterleaved
 from k3lib.moe import Expert
 from k3lib.prefetch import Prefetcher, items
-from k3lib.read_multiply import Product, read_multiply
-from k3lib.trunk import max_concurrent_blocks, read_rows
+from k3lib.read_multiply import Product, max_concurrent_blocks, read_multiply, read_rows
 
 
 def adjacent_runs(extents: list[Extent]) -> list[list[int]]:
@@ -51,7 +50,7 @@ def read_expert(files: Files, extents: list[Extent], buffer: np.ndarray) -> Expe
     return Expert.packed(views)
 
 
-class StreamingMatrix:
+class StreamedPackedMatrix:
     """A packed matrix of an expert that is read while it is multiplied, its scales and then its rows, through `buffer`.
 
     The protocol of all matrices, on the calling thread alone: `shape`, multiply(x, out, threads),
@@ -93,7 +92,7 @@ def streaming_expert(files: Files, extents: list[Extent], buffer: np.ndarray) ->
     if len(buffer) < min(need, expert_slot_bytes(extents)):
         raise ValueError(f"an expert streams through a buffer of {need} bytes, this one has {len(buffer)}")
     room = scale_bytes(extents)
-    w1, w2, w3 = (StreamingMatrix(files, packed, scale, buffer[:need], room)
+    w1, w2, w3 = (StreamedPackedMatrix(files, packed, scale, buffer[:need], room)
                   for packed, scale in zip(extents[::2], extents[1::2]))
     return Expert(w1, w2, w3)
 
@@ -261,6 +260,6 @@ class Experts:
 
 
 __all__ = [
-    "adjacent_runs", "read_expert", "StreamingMatrix", "streaming_expert", "RequestedExpert", "LayerExperts",
+    "adjacent_runs", "read_expert", "StreamedPackedMatrix", "streaming_expert", "RequestedExpert", "LayerExperts",
     "Experts",
 ]

@@ -350,12 +350,15 @@ class ResidentMatrix:
         work(0, self.array, threads)
 
 
-def check_shapes(what: str, shape: tuple[int, int], x: np.ndarray, out: np.ndarray) -> None:
-    "Raise ValueError (`what`: who says it) unless `x` [T, k] and `out` float32 [T, n] fit a matrix of `shape` (n, k)."
+def check_shapes(what: str, shape: tuple[int, int], x: np.ndarray, out: np.ndarray | None) -> None:
+    """Raise ValueError unless `x` [T, k] and `out`, None or float32 [T, n], fit a matrix of `shape` (n, k).
+
+    `what`: the function or class that the message names.
+    """
     n, k = shape
     if x.ndim != 2 or x.shape[1] != k:
         raise ValueError(f"{what}: x has shape {x.shape}, W {shape}: the last dimensions differ")
-    if out.shape != (x.shape[0], n) or out.dtype != np.float32:
+    if out is not None and (out.shape != (x.shape[0], n) or out.dtype != np.float32):
         raise ValueError(f"{what}: out is {out.dtype} {out.shape}, expected float32 {(x.shape[0], n)}")
 
 
@@ -443,12 +446,9 @@ def linear(W: Matrix, x: np.ndarray, threads: int = CORES, out: np.ndarray | Non
     or on the number of threads. The result is `out` if that is given. Raises ValueError where shapes do not fit,
     NotFinite for a product that is infinite or NaN.
     """
-    n, k = W.shape
-    if x.ndim != 2 or x.shape[1] != k:
-        raise ValueError(f"linear: x has shape {x.shape}, W {W.shape}: the last dimensions differ")
-    if out is None:
-        out = np.empty((x.shape[0], n), np.float32)
     check_shapes("linear", W.shape, x, out)
+    if out is None:
+        out = np.empty((x.shape[0], W.shape[0]), np.float32)
     W.multiply(x, out, threads)
     check_product(out, x)
     return out

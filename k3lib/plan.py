@@ -148,9 +148,14 @@ def front(sizes: dict[str, int], nbytes: int) -> tuple[frozenset[str], int]:
     return frozenset(names), taken
 
 
+def streamed_sizes(trunk: TrunkLayout) -> dict[str, int]:
+    "{name: bytes it takes in memory} of the matrices that `trunk` streams."
+    return {name: page_padded(blocks[0].extent.nbytes) for name, blocks in trunk.streamed.items()}
+
+
 def pin_from_front(trunk: TrunkLayout, spare: int) -> tuple[TrunkLayout, int, int]:
     "Spend `spare` bytes on pinned matrices: (layout, bytes pinned, bytes of `spare` that are left)."
-    sizes = {name: page_padded(blocks[0].extent.nbytes) for name, blocks in trunk.streamed.items()}
+    sizes = streamed_sizes(trunk)
     if spare + trunk.buffer_bytes >= sum(sizes.values()):
         spare += trunk.buffer_bytes  # nothing streams, so there are no buffers
     pinned, nbytes = front(sizes, spare)
@@ -215,8 +220,8 @@ def make_plan(config: Config, checkpoint: Checkpoint, ram: int, context: int, *,
     parts |= {f"activations, chunks of {chunk}": activations,
               "row block buffers": streaming.buffer_bytes if pinning.streamed else 0,
               "pinned trunk": pinned_bytes, f"expert slots, {experts.slots.count}": experts.slots.total}
-    trunk_bytes = sum(page_padded(blocks[0].extent.nbytes) for blocks in streaming.streamed.values())
-    plan = Plan(ram, parts, Layout(pinning, experts), pinned_bytes, trunk_bytes, context, chunk)
+    plan = Plan(ram, parts, Layout(pinning, experts), pinned_bytes, sum(streamed_sizes(streaming).values()), context,
+                chunk)
     _check_free(plan, held, least)
     return plan
 
@@ -250,6 +255,6 @@ def measured_readers(checkpoint: Checkpoint, threads: int = CORES) -> tuple[int,
 __all__ = [
     "state_bytes", "position_bytes", "activation_bytes", "JIT_RSS", "LIBRARY_RSS", "LIBRARY_RSS_GROWTH",
     "PROCESS_RSS", "fixed_costs", "vector_bytes", "Plan", "PlanError", "expert_readers", "streaming_experts",
-    "front", "pin_from_front", "cache_experts", "MAX_CHUNK", "longest_chunk", "READERS", "TrunkSource", "make_plan",
-    "measured_readers",
+    "front", "streamed_sizes", "pin_from_front", "cache_experts", "MAX_CHUNK", "longest_chunk", "READERS",
+    "TrunkSource", "make_plan", "measured_readers",
 ]

@@ -15,12 +15,12 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from k3lib.disk import PAGE, READ_UNIT, Files, ReadCount, typed
+from k3lib.disk import MAX_READERS, PAGE, READ_UNIT, Files, ReadCount, typed
 from k3lib.header import ARRAY_DTYPES
 from k3lib.kernel_cache import kernel
 from k3lib.layout import RowBlock
 from k3lib.matmul import TILE, matmul_rows
-from k3lib.parallel import next_item
+from k3lib.parallel import CORES, next_item
 from k3lib.system import COMPILED_PREAD
 
 
@@ -55,12 +55,21 @@ class Product(NamedTuple):
     out: np.ndarray
 
 
+def read_rows(files: Files, block: RowBlock, buffer: np.ndarray, at: int = 0, rows: int | None = None) -> np.ndarray:
+    """Read `rows` rows (None: all) of a block, from its row `at` on, into `buffer`, and return them there.
+
+    `buffer`: uint8, page-aligned, the bytes of the rows and two pages more. The result is [rows, k], uint16 for BF16,
+    else the matrix's own dtype. Raises CheckpointError.
+    """
+    rows, row = block.rows if rows is None else rows, block.nbytes // block.rows
+    start = files.read(buffer, block.extent, block.begin + at * row, rows * row, block.part)
+    return typed(buffer, start, rows * row, block.extent.dtype).reshape(rows, -1)
+
+
 def _multiply_rows(files, product, buffer, at, n):
     "Read and multiply rows at .. at+n of the block from Python; the processor seconds of the product."
     block, scale, x, out = product
-    row = block.nbytes // block.rows
-    start = files.read(buffer, block.extent, block.begin + at * row, n * row, block.part)
-    w = typed(buffer, start, n * row, block.extent.dtype).reshape(n, -1)
+    w = read_rows(files, block, buffer, at, n)
     began = time.thread_time()
     matmul_rows(_scaled(w, scale, at, n), x, out, block.first + at)
     return time.thread_time() - began
@@ -188,7 +197,12 @@ def read_multiply(files: Files, product: Product, buffer: np.ndarray, cursor: np
         seconds += _multiply_rows(files, product, buffer, at, min(unit, block.rows - at))
 
 
+def max_concurrent_blocks(threads: int) -> int:
+    "How many readers may read and multiply at a time when the arithmetic has `threads` threads."
+    return threads if threads < CORES else max(threads, MAX_READERS)
+
+
 __all__ = [
-    "GOLDEN", "unit_rows", "unit_stride", "Product", "WALL", "BUSY", "READING", "WANTED", "TRANSFERRED", "WORKING",
-    "SAMPLED", "SAMPLE", "COMPILED_READS", "read_multiply",
+    "GOLDEN", "unit_rows", "unit_stride", "Product", "read_rows", "WALL", "BUSY", "READING", "WANTED",
+    "TRANSFERRED", "WORKING", "SAMPLED", "SAMPLE", "COMPILED_READS", "read_multiply", "max_concurrent_blocks",
 ]

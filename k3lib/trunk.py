@@ -9,26 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from k3lib.disk import MAX_READERS, Files, page_buffer, typed
+from k3lib.disk import Files, page_buffer
 from k3lib.layout import Buffers, RowBlock, TrunkLayout
 from k3lib.matmul import ResidentMatrix, bf16_to_float32, check_shapes, matmul_rows, padded
-from k3lib.parallel import CORES
 from k3lib.prefetch import Prefetcher, items
-from k3lib.read_multiply import Product, read_multiply
-
-
-def max_concurrent_blocks(threads: int) -> int:
-    "How many readers may read and multiply at a time when the arithmetic has `threads` threads."
-    return threads if threads < CORES else max(threads, MAX_READERS)
-
-
-def read_rows(files: Files, block: RowBlock, buffer: np.ndarray) -> np.ndarray:
-    """Read a block into `buffer`, and return its rows there: [m, k], uint16 for BF16, else the matrix's own dtype.
-
-    Raises CheckpointError.
-    """
-    start = files.read(buffer, block.extent, block.begin, block.nbytes, block.part)
-    return typed(buffer, start, block.nbytes, block.extent.dtype).reshape(block.rows, -1)
+from k3lib.read_multiply import Product, max_concurrent_blocks, read_multiply, read_rows
 
 
 class StreamedMatrix:
@@ -152,5 +137,5 @@ class Trunk:
 
 
 __all__ = [
-    "max_concurrent_blocks", "read_rows", "StreamedMatrix", "as_float32", "Trunk",
+    "StreamedMatrix", "as_float32", "Trunk",
 ]

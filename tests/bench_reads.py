@@ -151,7 +151,7 @@ def ratios(title, rate, path, args):
         if number:  # the first compiles
             found.append(times)
     trunk_module.read_multiply = read_multiply
-    how = ", ".join(files.how().values())
+    how = ", ".join(files.access().values())
     trunk.close()
     files.close()
     device[0] = 0

@@ -25,6 +25,13 @@ MODEL = ORACLE / "model"
 EXPECTED = json.loads((ORACLE / "expected.json").read_text())
 PROMPT = ",".join(map(str, EXPECTED["prompt_ids"]))
 
+CONTROL_TOKENS = {  # of the release, by id
+    163584: "[BOS]", 163585: "[EOS]", 163586: "<|end_of_msg|>", 163587: "<|open|>", 163588: "<|close|>",
+    163589: "<|sep|>", 163590: "[start_header_id]", 163591: "[end_header_id]", 163593: "[EOT]",
+    163602: "<|media_begin|>", 163603: "<|media_content|>", 163604: "<|media_end|>", 163605: "<|media_pad|>",
+    163649: "<osagent_mode>", 163838: "[UNK]", 163839: "[PAD]",
+}
+
 # of the largest magnitude: at least ten times what float32 differs from float64 (fixtures/ops/README.md)
 TOLERANCE = 1e-5
 

@@ -106,7 +106,7 @@ def main(folder):
     model = small_model(folder)
     found["as it is"] = decoded(model)
     found["who"] = {who: sum(1 for caller, *_ in calls if caller == who) for who in ("compiled", "python")}
-    found["how"] = sorted(set(model.files.how().values()))
+    found["how"] = sorted(set(model.files.access().values()))
     reads = sorted({(path, offset, asked) for _, path, offset, asked in calls})
 
     rng = np.random.default_rng(1)

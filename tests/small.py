@@ -1,6 +1,8 @@
 "Small K3-graph checkpoints with dimensions of the test's choosing, and the book's own float64 model to judge them by."
 import ast
 import json
+import shutil
+from pathlib import Path
 
 import jupytext
 import numpy as np
@@ -64,3 +66,21 @@ def forward64(folder, ids):
     space = {"config": read_config(folder), "checkpoint": Checkpoint(folder)}
     exec(compile(tree, str(chapter), "exec"), space)
     return space["forward64"](list(ids))[0]
+
+
+def rewritten(source, target, seed=0):
+    """A copy in the same layout with tensors shuffled inside each file, metadata and padding in the header.
+
+    Returns `target`.
+    """
+    shutil.copytree(source, target)
+    rng = np.random.default_rng(seed)
+    with Checkpoint(source) as ckpt:
+        for file in ckpt.files:
+            names = [name for name in ckpt.names() if ckpt.extent(name).file == file]
+            names = [names[i] for i in rng.permutation(len(names))]
+            text = header_bytes((name, *ckpt.extent(name)[3:]) for name in names)[8:].rstrip()
+            text = b'{"__metadata__":{"format":"pt"},' + text[1:] + b" " * int(rng.integers(0, 5000))
+            data = b"".join(ckpt.raw(name).tobytes() for name in names)
+            (target / Path(file).name).write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return target

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from common import MODEL
-from test_synth import rewritten
+from small import rewritten
 
 import k3lib
 from k3lib import cli, disk, memory, system

@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from common import EXPECTED, MODEL, PROMPT, grid, k3, k3_process, refused
-from small import write
-from test_synth import rewritten
+from small import rewritten, write
 
 from k3lib import cli, engine
 from k3lib.fileio import UsageError

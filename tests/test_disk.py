@@ -104,10 +104,10 @@ def test_long_reads_are_split_and_short_ones_continued(tmp_path, monkeypatch, mo
     monkeypatch.setattr(disk, "MAX_READ", 4 * PAGE)
     monkeypatch.setattr(os, "preadv", preadv)
     file, buffer = File(str(tmp_path / "f")), page_buffer(page_padded(len(data)))
-    how = file.how
+    how = file.access
     start, _ = file.read(buffer, 100, len(data) - 100)
     file.close()
-    assert buffer[start:start + len(data) - 100].tobytes() == data[100:] and file.how == how
+    assert buffer[start:start + len(data) - 100].tobytes() == data[100:] and file.access == how
     assert max(asked) == 4 * PAGE and len(asked) >= 20 * PAGE // most
 
 
@@ -185,7 +185,7 @@ def test_refused_direct_reads_go_through_the_page_cache(model, monkeypatch, at):
     for name, (_, array) in some_tensors().items():
         same(name, files.array(model.extent(name), "trunk"), array)
     files.close()
-    assert files.how() == {"model.safetensors": f"buffered: O_DIRECT refused at {at}: Invalid argument"}
+    assert files.access() == {"model.safetensors": f"buffered: O_DIRECT refused at {at}: Invalid argument"}
     assert len(dropped) == len(some_tensors())
     assert all(low % PAGE == 0 and n % PAGE == 0 and advice == os.POSIX_FADV_DONTNEED for low, n, advice in dropped)
 
@@ -197,7 +197,7 @@ def test_without_o_direct_the_cache_is_switched_off_where_there_is_a_switch(tmp_
     monkeypatch.setattr(system, "fcntl", SimpleNamespace(F_NOCACHE=48, fcntl=lambda *args: asked.append(args)))
     (tmp_path / "f").write_bytes(b"12345")
     file = File(str(tmp_path / "f"))
-    assert file.how == "buffered: this system has no O_DIRECT" and asked == [(file.descriptor[0], 48, 1)]
+    assert file.access == "buffered: this system has no O_DIRECT" and asked == [(file.descriptor[0], 48, 1)]
     start, _ = file.read(buffer := page_buffer(PAGE), 1, 3)
     assert buffer[start:start + 3].tobytes() == b"234"
     file.close()
@@ -237,7 +237,7 @@ def test_a_header_of_any_length(tmp_path, files, pad):
 def test_one_row_of_a_table_is_one_small_read(model, files):
     row = files.array(model.extent("b"), "other", 517, 1)
     same("row 517", row, some_tensors()["b"][1][517:518])
-    assert files.bytes_read == {"trunk": 0, "experts": 0, "other": 66} and files.moved in (PAGE, 2 * PAGE)
+    assert files.bytes_read == {"trunk": 0, "experts": 0, "other": 66} and files.bytes_transferred in (PAGE, 2 * PAGE)
 
 
 def test_the_account_of_bytes(model, files):
@@ -251,8 +251,8 @@ def test_the_account_of_bytes(model, files):
     for name in some_tensors():
         files.array(model.extent(name), "other")
     sizes = sum(array.nbytes for _, array in some_tensors().values())
-    assert files.bytes_read == {"trunk": 0, "experts": 0, "other": sizes} and files.moved >= sizes
-    assert not proc or rchar() - before - 2 * cost == files.moved
+    assert files.bytes_read == {"trunk": 0, "experts": 0, "other": sizes} and files.bytes_transferred >= sizes
+    assert not proc or rchar() - before - 2 * cost == files.bytes_transferred
     assert files.read_seconds > 0
 
 
@@ -265,16 +265,16 @@ def test_a_failed_read_names_file_and_place_and_is_not_counted(model, files, mon
     where = rf"model.safetensors: reading {extent.nbytes} bytes at offset {extent.offset} failed: Input/output error"
     with pytest.raises(CheckpointError, match=where):
         files.array(extent, "trunk")
-    assert files.bytes_read["trunk"] == files.moved == 0
+    assert files.bytes_read["trunk"] == files.bytes_transferred == 0
 
 
 def test_a_stream_is_for_direct_reads_and_is_counted(model, monkeypatch):
     extent, count = model.extent("a"), disk.ReadCount(0.5, 1000, 4096)
     files = Files()
     found = files.stream(extent, 8, "experts", lambda fd: ((os.fstat(fd).st_size, "result"), count))
-    if list(files.how().values()) == ["direct"]:
+    if list(files.access().values()) == ["direct"]:
         assert found == (os.stat(extent.file).st_size, "result")
-        assert (files.bytes_read["experts"], files.moved, files.read_seconds) == (1000, 4096, 0.5)
+        assert (files.bytes_read["experts"], files.bytes_transferred, files.read_seconds) == (1000, 4096, 0.5)
     files.close()
     monkeypatch.delattr(os, "O_DIRECT", raising=False)
     files = Files()
@@ -293,7 +293,7 @@ def test_reads_after_the_end(model):
         files.array(model.extent("a"), "trunk")
     with pytest.raises(CheckpointError, match=where):
         files.stream(model.extent("a"), 0, "trunk", lambda fd: pytest.fail("streamed"))
-    assert files.how()
+    assert files.access()
     files.check()
 
 
@@ -314,7 +314,7 @@ def test_closing_waits_for_the_reads_under_way(model, monkeypatch, stream):
         else:
             found.append(files.array(model.extent("a"), "trunk"))
 
-    if stream and File(model.extent("a").file).how != "direct":
+    if stream and File(model.extent("a").file).access != "direct":
         pytest.skip("only direct reads are streamed")
     monkeypatch.setattr(os, "preadv", wait)
     reader, closer = threading.Thread(target=read), threading.Thread(target=files.close)

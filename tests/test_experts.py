@@ -21,15 +21,15 @@ from k3lib import experts as experts_module
 from k3lib import layout, read_multiply
 from k3lib.cache_policy import LayerCaches, replay, working_set
 from k3lib.disk import PAGE, File, Files, page_buffer
-from k3lib.experts import Experts, StreamingMatrix, adjacent_runs, read_expert, streaming_expert
+from k3lib.experts import Experts, StreamedPackedMatrix, adjacent_runs, read_expert, streaming_expert
 from k3lib.fileio import CheckpointError
 from k3lib.header import Extent
 from k3lib.layout import Buffers, ExpertLayout, expert_slot_bytes, streaming_slot_bytes
 from k3lib.matmul import PackedMatrix
 from k3lib.moe import Expert, Situ, expert_mlp, routed_sum
 from k3lib.parallel import CORES
+from k3lib.read_multiply import max_concurrent_blocks
 from k3lib.trace import packed_trace, read_trace, steps_of
-from k3lib.trunk import max_concurrent_blocks
 
 LAYERS, EXPERTS = 3, 12
 LATENT, WIDTH = 96, 64
@@ -107,7 +107,7 @@ class Store:
 def is_whole(expert):
     "Does it lie in memory? Else it streams: all three matrices do the one or the other."
     kinds = {type(matrix) for matrix in expert}
-    assert kinds in ({PackedMatrix}, {StreamingMatrix})
+    assert kinds in ({PackedMatrix}, {StreamedPackedMatrix})
     return kinds == {PackedMatrix}
 
 
@@ -243,10 +243,10 @@ def test_an_expert_is_read_into_one_slot_however_it_lies(tmp_path, scattered):
     store, files = Store(tmp_path, scattered), Files()
     for L, e in itertools.product(range(LAYERS), range(EXPERTS)):
         extents = store.extents(L, e)
-        before = files.moved
+        before = files.bytes_transferred
         store.check(L, e, read_expert(files, extents, page_buffer(expert_slot_bytes(extents))))
         if not scattered:
-            assert files.moved - before <= SIZE + 2 * PAGE, "six neighbours took more than one read"
+            assert files.bytes_transferred - before <= SIZE + 2 * PAGE, "six neighbours took more than one read"
     assert files.bytes_read == {"trunk": 0, "other": 0, "experts": LAYERS * EXPERTS * SIZE}
     files.close()
 
@@ -280,7 +280,7 @@ def test_rows_are_read_by_compiled_code_where_that_can(store, small, way):
     calls, files = [], Files()
     read, files.read = files.read, lambda *args: [calls.append(args), read(*args)][1]
     store.check(0, 0, streaming_expert(files, store.extents(0, 0), page_buffer(small)))
-    direct = read_multiply.COMPILED_READS and File(store.where[0, 0, "w1"].file).how == "direct"
+    direct = read_multiply.COMPILED_READS and File(store.where[0, 0, "w1"].file).access == "direct"
     assert way != "buffered" or not direct
     assert len(calls) == (3 if direct else 3 + 2 + 2 + 2), f"{way}: {len(calls)} reads from Python"
     assert read_bytes_of(files) == SIZE

@@ -4,7 +4,7 @@ import pytest
 from common import FIXTURES, TOLERANCE, digest, distance
 from numba import njit
 from safetensors.numpy import load_file
-from test_matmul import case, numbers, twin
+from twin import case, numbers, twin
 
 from k3lib.functions import exp, rms_norm, sigmoid, tanh
 

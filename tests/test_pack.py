@@ -39,7 +39,7 @@ def check(source, names, tensors):
         same(name, files.array(source.extent(name), "trunk"), tensors[name][1])
     files.check()
     files.close()
-    return set(files.how())
+    return set(files.access())
 
 
 def flip(path, place, bit=1):

@@ -179,9 +179,9 @@ def test_compiled_code_reads_where_it_can(tmp_path, way, dtype, offset, python):
     case, files = Case(tmp_path / "f", dtype, 256, 256, 1, offset), Counted()
     nbytes = 2 * PAGE + 16 * case.array[0].nbytes
     same("the product", multiplied(case, nbytes, files), case.expected)
-    compiled = COMPILED_READS and way == "compiled" and File(str(case.path)).how == "direct" and not python
+    compiled = COMPILED_READS and way == "compiled" and File(str(case.path)).access == "direct" and not python
     assert files.reads == (0 if compiled else 256 // 16)
-    assert files.bytes_read["trunk"] == case.array.nbytes <= files.moved and files.read_seconds > 0
+    assert files.bytes_read["trunk"] == case.array.nbytes <= files.bytes_transferred and files.read_seconds > 0
     files.close()
 
 

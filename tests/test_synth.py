@@ -15,15 +15,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from common import FIXTURES, MODEL
-from test_tokenizer import RELEASED as CONTROL
+from common import CONTROL_TOKENS, FIXTURES, MODEL
+from small import rewritten
 
 import k3lib
 from k3lib import synth as module
 from k3lib.checkpoint import Checkpoint
 from k3lib.config import read_config
 from k3lib.fileio import UsageError
-from k3lib.header import ITEMSIZE, header_bytes
+from k3lib.header import ITEMSIZE
 from k3lib.mxfp4 import decode
 from k3lib.synth import (
     SynthError,
@@ -207,7 +207,7 @@ def test_it_says_that_it_is_synthetic(tmp_path):
 
 def test_control_tokens_have_the_released_ids():
     table = module.tokenizer_tree(163_840)["added_tokens_decoder"]
-    assert {int(i): entry["content"] for i, entry in table.items()} == CONTROL
+    assert {int(i): entry["content"] for i, entry in table.items()} == CONTROL_TOKENS
     assert [i for i, entry in table.items() if not entry["special"]] == ["163587", "163588", "163589"]
 
 
@@ -385,24 +385,6 @@ def test_progress_begins_with_the_size_and_ends_with_all_of_it(tmp_path):
 
 
 # The engine on it
-
-
-def rewritten(source, target, seed=0):
-    """A copy in the same layout with tensors shuffled inside each file, metadata and padding in the header.
-
-    Returns `target`.
-    """
-    shutil.copytree(source, target)
-    rng = np.random.default_rng(seed)
-    with Checkpoint(source) as ckpt:
-        for file in ckpt.files:
-            names = [name for name in ckpt.names() if ckpt.extent(name).file == file]
-            names = [names[i] for i in rng.permutation(len(names))]
-            text = header_bytes((name, *ckpt.extent(name)[3:]) for name in names)[8:].rstrip()
-            text = b'{"__metadata__":{"format":"pt"},' + text[1:] + b" " * int(rng.integers(0, 5000))
-            data = b"".join(ckpt.raw(name).tobytes() for name in names)
-            (target / Path(file).name).write_bytes(len(text).to_bytes(8, "little") + text + data)
-    return target
 
 
 def decoded(folder, ids=(5, 9, 17, 3, 11), tokens=8):

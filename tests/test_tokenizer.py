@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tokenizers
-from common import EXPECTED, FIXTURES, MODEL, ROOT
+from common import CONTROL_TOKENS, EXPECTED, FIXTURES, MODEL, ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -29,10 +29,6 @@ RANKS = (VOCABULARY / "synthetic.tiktoken").read_bytes()
 LINES = RANKS.splitlines(keepends=True)
 CONFIG = json.loads((VOCABULARY / "synthetic_config.json").read_text())
 SPECIALS = {int(i): entry["content"] for i, entry in CONFIG["added_tokens_decoder"].items()}
-RELEASED = {163584: "[BOS]", 163585: "[EOS]", 163586: "<|end_of_msg|>", 163587: "<|open|>", 163588: "<|close|>",
-            163589: "<|sep|>", 163590: "[start_header_id]", 163591: "[end_header_id]", 163593: "[EOT]",
-            163602: "<|media_begin|>", 163603: "<|media_content|>", 163604: "<|media_end|>", 163605: "<|media_pad|>",
-            163649: "<osagent_mode>", 163838: "[UNK]", 163839: "[PAD]"}
 # The release's own pattern, with its class intersections.
 UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -63,7 +59,8 @@ def released(tmp_path_factory):
         pytest.skip("K3_TIKTOKEN does not point to the released tiktoken.model: the released vocabulary was NOT tested")
     ranks = Path(os.environ["K3_TIKTOKEN"]).read_bytes()
     assert hashlib.sha256(ranks).hexdigest() == "b6c497a7469b33ced9c38afb1ad6e47f03f5e5dc05f15930799210ec050c5103"
-    table = {str(i): {"content": name, "special": i not in (163587, 163588, 163589)} for i, name in RELEASED.items()}
+    table = {str(i): {"content": name, "special": i not in (163587, 163588, 163589)}
+             for i, name in CONTROL_TOKENS.items()}
     config = {"added_tokens_decoder": table, "eos_token": "[EOS]"}
     return Tokenizer(write(tmp_path_factory.mktemp("released"), ranks, config))
 

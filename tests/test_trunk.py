@@ -12,13 +12,14 @@ from common import same
 from interrupts import time_limit
 from matrices import BUFFER, MATRICES, Slow, layout_of, some_tensors, write_model
 
-from k3lib import read_multiply, trunk
+from k3lib import read_multiply
 from k3lib.disk import MAX_READERS, PAGE, Files
 from k3lib.fileio import CheckpointError
 from k3lib.layout import Buffers
 from k3lib.matmul import ResidentMatrix, linear
 from k3lib.parallel import CORES
-from k3lib.trunk import Trunk, as_float32, max_concurrent_blocks, read_rows
+from k3lib.read_multiply import max_concurrent_blocks, read_rows
+from k3lib.trunk import Trunk, as_float32
 
 ROUTERS = ("1.gate.weight", "2.gate.weight")
 
@@ -172,13 +173,13 @@ def test_a_block_is_read_into_its_buffer(make, tensors):
 # Threads
 
 def test_fewer_threads_than_cores_are_a_limit_and_all_cores_are_none(monkeypatch):
-    monkeypatch.setattr(trunk, "CORES", 4)
+    monkeypatch.setattr(read_multiply, "CORES", 4)
     assert [max_concurrent_blocks(threads) for threads in (1, 3, 4, 100)] == [1, 3, MAX_READERS, 100]
 
 
 def test_arithmetic_on_one_thread_and_readers_on_four(make, tensors, monkeypatch):
     "The limit of threads holds although more readers than that have something to multiply."
-    monkeypatch.setattr(trunk, "CORES", 4)
+    monkeypatch.setattr(read_multiply, "CORES", 4)
     monkeypatch.setattr(sys.modules[__name__], "CORES", 4)
     four = make(readers=4, count=5)
     for _ in range(3):

@@ -15,7 +15,7 @@
 # | extent | where a tensor's bytes lie: file, offset, length | `Extent` (5.5) |
 # | page | 4,096 bytes; a direct read moves whole ones | `PAGE` |
 # | page buffer | memory of our own that begins at a page | `page_buffer` |
-# | direct, buffered | past the page cache, through it | `File.how` |
+# | direct, buffered | past the page cache, through it | `File.access` |
 # | part | what a read is for: `trunk`, `experts` or `other` | `Files.bytes_read` |
 
 # %%
@@ -143,7 +143,7 @@ class File:
         self.path, self._known, self._lock = path, known, threading.Lock()
         self._opened: list[int] = []  # all descriptors, open until close()
         self.descriptor: tuple[int, bool]
-        self.how: str
+        self.access: str
         if not has_direct():
             self._go_buffered("this system has no O_DIRECT")
             return
@@ -152,7 +152,7 @@ class File:
         except OSError as error:
             self._go_buffered(f"O_DIRECT refused at open: {error.strerror}")
 
-    def _use(self, direct, how):
+    def _use(self, direct, access):
         fd = open_read(self.path, direct)
         try:
             self._compare(os.fstat(fd))
@@ -160,7 +160,7 @@ class File:
             os.close(fd)
             raise
         self._opened.append(fd)
-        self.descriptor, self.how = (fd, direct), how
+        self.descriptor, self.access = (fd, direct), access
 
     def _go_buffered(self, why):
         "Read through the page cache from now on."
@@ -257,7 +257,7 @@ _, transferred = small.read(page_buffer(page_padded(2)), 4095, 2)
 print("300 extents read exactly: True; bytes 4095 and 4096 lie in", transferred // PAGE, "pages")
 
 # %% tags=["nbval-ignore-output"]
-print("this file is read", small.how)
+print("this file is read", small.access)
 
 # %% [markdown]
 # A file that ends too soon:
@@ -303,7 +303,7 @@ class Files:
 
     def __init__(self, fingerprints: dict[str, Fingerprint] | None = None):
         self.bytes_read = {"trunk": 0, "experts": 0, "other": 0}
-        self.moved, self.read_seconds = 0, 0.0
+        self.bytes_transferred, self.read_seconds = 0, 0.0
         self._fingerprints = fingerprints or {}
         self._lock = threading.RLock()
         self._read_ended = threading.Condition(self._lock)
@@ -333,7 +333,7 @@ class Files(Files):
         with self._lock:
             self._under_way.pop(threading.get_ident(), None)
             self.bytes_read[part] += count.nbytes
-            self.moved += count.transferred
+            self.bytes_transferred += count.transferred
             self.read_seconds += count.seconds
             if self._closed:
                 self._read_ended.notify_all()
@@ -388,10 +388,10 @@ class Files(Files):
 
 # %% tags=["export"]
 class Files(Files):
-    def how(self) -> dict[str, str]:
+    def access(self) -> dict[str, str]:
         "{file name: how it is read} of every file opened so far."
         with self._lock:
-            return {os.path.basename(path): file.how for path, file in sorted(self._files.items())}
+            return {os.path.basename(path): file.access for path, file in sorted(self._files.items())}
 
     def check(self) -> None:
         "CheckpointError if a file that was opened has been written to, replaced or removed since its header was read."
@@ -485,7 +485,7 @@ assert bf16_to_float32(typed(buffer, 0, 6, "BF16")).tolist() == [1, 2, 3]
 with_header = Extent(str(scratch / "shard"), 1, 12, "F32", (3,))
 files = Files()
 print(files.array(with_header, "other").tolist(), files.bytes_read)
-assert files.moved == 13  # the file ends in its first page
+assert files.bytes_transferred == 13  # the file ends in its first page
 files.close()
 
 # %% [markdown]
@@ -549,7 +549,7 @@ shutil.rmtree(scratch)
 # - A shard must keep the fingerprint it had when its header was read.
 #
 # **Exercises.**
-# 1. How many bytes does widening to pages add to one reading of the embedded model, tensor by tensor? `Files.moved`
+# 1. How many bytes does widening to pages add to one reading of the embedded model, tensor by tensor? `Files.bytes_transferred`
 #    counts them. Why is it so much less for K3?
 # 2. Take the `got >= PAGE` away from `File.read` and read a file that is cut off in the middle of a page. What happens,
 #    on a file system with direct reads and on one without?

@@ -29,12 +29,12 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from k3lib.disk import PAGE, READ_UNIT, Files, ReadCount, typed
+from k3lib.disk import MAX_READERS, PAGE, READ_UNIT, Files, ReadCount, typed
 from k3lib.header import ARRAY_DTYPES
 from k3lib.kernel_cache import kernel
 from k3lib.layout import RowBlock
 from k3lib.matmul import TILE, matmul_rows
-from k3lib.parallel import next_item
+from k3lib.parallel import CORES, next_item
 from k3lib.system import COMPILED_PREAD
 
 # %%
@@ -108,12 +108,21 @@ class Product(NamedTuple):
     out: np.ndarray
 
 
+def read_rows(files: Files, block: RowBlock, buffer: np.ndarray, at: int = 0, rows: int | None = None) -> np.ndarray:
+    """Read `rows` rows (None: all) of a block, from its row `at` on, into `buffer`, and return them there.
+
+    `buffer`: uint8, page-aligned, the bytes of the rows and two pages more. The result is [rows, k], uint16 for BF16,
+    else the matrix's own dtype. Raises CheckpointError.
+    """
+    rows, row = block.rows if rows is None else rows, block.nbytes // block.rows
+    start = files.read(buffer, block.extent, block.begin + at * row, rows * row, block.part)
+    return typed(buffer, start, rows * row, block.extent.dtype).reshape(rows, -1)
+
+
 def _multiply_rows(files, product, buffer, at, n):
     "Read and multiply rows at .. at+n of the block from Python; the processor seconds of the product."
     block, scale, x, out = product
-    row = block.nbytes // block.rows
-    start = files.read(buffer, block.extent, block.begin + at * row, n * row, block.part)
-    w = typed(buffer, start, n * row, block.extent.dtype).reshape(n, -1)
+    w = read_rows(files, block, buffer, at, n)
     began = time.thread_time()
     matmul_rows(_scaled(w, scale, at, n), x, out, block.first + at)
     return time.thread_time() - began
@@ -126,7 +135,7 @@ def _scaled(w, scale, at, n):
 
 # %% [markdown]
 # `Files.read` repeats a read that came short, goes through the page cache where it must, and says which bytes of which
-# file are missing. `typed` copes with odd addresses. So this function is complete. A loop that calls it until the
+# file are missing. `typed` copes with odd addresses. So `_multiply_rows` is complete. A loop that calls it until the
 # cursor gives no more would be all that this chapter needs, but for one thing: each unit then goes through Python.
 #
 # ## 5.12.3 The same loop, compiled
@@ -276,6 +285,16 @@ def read_multiply(files: Files, product: Product, buffer: np.ndarray, cursor: np
             return seconds
         at = number * unit_stride(units) % units * unit
         seconds += _multiply_rows(files, product, buffer, at, min(unit, block.rows - at))
+
+
+# %% [markdown]
+# How many readers may do this at a time? If the caller gives some of the cores, as many as that. If it gives all, more
+# readers than there are cores: one that waits for its device leaves the core to another.
+
+# %% tags=["export"]
+def max_concurrent_blocks(threads: int) -> int:
+    "How many readers may read and multiply at a time when the arithmetic has `threads` threads."
+    return threads if threads < CORES else max(threads, MAX_READERS)
 
 
 # %% [markdown]

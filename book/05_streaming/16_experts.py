@@ -50,8 +50,7 @@ from k3lib.layout import (
 from k3lib.matmul import PackedMatrix, check_packed, deinterleaved
 from k3lib.moe import Expert
 from k3lib.prefetch import Prefetcher, items
-from k3lib.read_multiply import Product, read_multiply
-from k3lib.trunk import max_concurrent_blocks, read_rows
+from k3lib.read_multiply import Product, max_concurrent_blocks, read_multiply, read_rows
 
 
 # %% [markdown]
@@ -119,7 +118,7 @@ assert adjacent_runs([at(0), at(90), at(10)]) == [[0, 2], [1]]
 # know the difference.
 
 # %% tags=["export"]
-class StreamingMatrix:
+class StreamedPackedMatrix:
     """A packed matrix of an expert that is read while it is multiplied, its scales and then its rows, through `buffer`.
 
     The protocol of all matrices, on the calling thread alone: `shape`, multiply(x, out, threads),
@@ -162,7 +161,7 @@ def streaming_expert(files: Files, extents: list[Extent], buffer: np.ndarray) ->
     if len(buffer) < min(need, expert_slot_bytes(extents)):
         raise ValueError(f"an expert streams through a buffer of {need} bytes, this one has {len(buffer)}")
     room = scale_bytes(extents)
-    w1, w2, w3 = (StreamingMatrix(files, packed, scale, buffer[:need], room)
+    w1, w2, w3 = (StreamedPackedMatrix(files, packed, scale, buffer[:need], room)
                   for packed, scale in zip(extents[::2], extents[1::2]))
     return Expert(w1, w2, w3)
 
@@ -729,7 +728,7 @@ print(f"4 slots to stream through: {4 * streaming_slot_bytes(k3_expert()) / 1e6:
 #
 # 1. With two slots for whole experts and sixteen requests, how many reads can be under way while one expert computes?
 #    And with two slots through which experts stream? Where is that decided?
-# 2. `StreamingMatrix` reads the scales of a matrix before its rows. What would change if they were read with each unit,
+# 2. `StreamedPackedMatrix` reads the scales of a matrix before its rows. What would change if they were read with each unit,
 #    in bytes and in reads?
 # 3. Draw the curve of 5.16.3 for a chunk of 16 tokens. Why does it become flat?
 #

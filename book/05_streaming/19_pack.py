@@ -315,7 +315,7 @@ for name in layout.streamed:
     ramp = np.linspace(-1, 1, extents[name].shape[1], dtype=np.float32)[None]
     assert (linear(trunk.weight(name), ramp) == linear(ResidentMatrix(checkpoint.raw(name)), ramp)).all(), name
 trunk.close()
-print(f"{len(names)} tensors, {len(layout.streamed)} streamed, from {len(files.how())} packed files: the same bits")
+print(f"{len(names)} tensors, {len(layout.streamed)} streamed, from {len(files.access())} packed files: the same bits")
 files.close()
 
 # %% [markdown]

@@ -450,7 +450,7 @@ class Verified(Verified):
         resumed = f"; {self.resumed} files taken from an unfinished run" if self.resumed else ""
         yield "hashed", f"{self.bytes_hashed:,} bytes in {self.seconds:.3g} s, {rate:.2f} GB/s{resumed}"
         if self.not_kept:
-            yield "not kept", f"{self.not_kept}: a run that is broken off would begin anew"
+            yield "not kept", f"{self.not_kept}: an interrupted run would begin anew"
 
 
 # %% [markdown]
