@@ -57,7 +57,7 @@ class Report:
     expert_requests: int
     expert_hits: int
     files: dict[str, str]  # file name -> how it is read
-    asked_bytes: int  # asked of the system, in whole pages
+    asked_bytes: int  # of the whole pages that were asked of the system
     kernel_bytes: int | None  # of read calls, as the system counted them
     read_bytes_per_second: float  # of one reader, while it reads
 
@@ -117,26 +117,23 @@ def _by_part(bytes_read):
 class Engine:
     """A model that decodes under its plan, and the one sequence that it reads. Made by `load`.
 
-    One call at a time, in the process that made it: a second thread and a forked child get a RuntimeError. So does a
-    call that would go on after an interrupted forward pass, until reset() or load_state().
+    Methods that read or move the sequence run one at a time, in the process that made the engine: a second thread and a
+    forked child get a RuntimeError. After an interrupted pass, all but reset() and load_state() raise RuntimeError.
 
     `config`, `plan`, `tokenizer` (or None), `stop` (ids that end an answer). `chunk`: the most tokens of a forward
     pass. `on_layer(L)` is called after every layer of every pass. `steps`: a Step for each generated token.
     """
 
     def __init__(self, source: "Source", plan: Plan, files: Files, trunk: Trunk, experts: Experts, threads: int,
-                 read_before: int | None):
-        "`read_before`: what read_call_bytes said before the first weight was read."
+                 read_calls_before: int | None):
+        "`read_calls_before`: what read_call_bytes said before the first weight was read."
         self.source, self.plan, self.files, self.trunk, self.experts = source, plan, files, trunk, experts
         self.config, self.tokenizer, self.threads = source.config, source.tokenizer, threads
         self.chunk, self.context = plan.chunk, plan.context
-        self.stop = frozenset(self.config.eos_token_ids)
-        if self.tokenizer:
-            self.stop |= frozenset(self.tokenizer.stop_ids)
+        self.stop = frozenset(self.config.eos_token_ids) | frozenset(self.tokenizer.stop_ids if self.tokenizer else ())
         self.on_layer: Callable[[int], object] = lambda L: None
         self.steps: list[Step] = []
-        self._wall_seconds = self._io_wait_seconds = 0.0
-        self._read_before = read_before
+        self._read_calls_before, self._wall_seconds, self._io_wait_seconds = read_calls_before, 0.0, 0.0
         self._process, self._lock, self._closed = os.getpid(), threading.Lock(), False
         self._moves = 0  # calls that may have moved the sequence
         self._fingerprint: str | None = None
@@ -228,8 +225,9 @@ class Engine:
                  on_logits: Callable[[np.ndarray], object] | None = None) -> Iterator[int]:
         """Greedy decoding of a new sequence: yields up to `max_new_tokens` ids, the last an end id if one comes.
 
-        `on_logits` is shown each step's logits, float32 [vocab]. An engine has one sequence: if another call has moved
-        it since the last token, this generator ends with a RuntimeError. Raises what forward raises.
+        The sequence is reset when the first id is asked for. `on_logits` is shown each step's logits, float32 [vocab].
+        An engine has one sequence: if another call has moved it since the last token, this generator ends with a
+        RuntimeError. Raises what forward raises.
         """
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 30)
         self.reset()
@@ -272,8 +270,8 @@ class Engine:
         """Go on with the sequence that save_state has written to `file`, at any budget, number of threads and context.
 
         Raises FileNotFoundError; StateError for a file that is damaged, or of another model or version; UsageError if
-        the context is too small. The sequence has not changed then, unless the file was changed or could not be read
-        during its second reading: that leaves a sequence to be reset.
+        the context is too small. After an error the sequence is as it was, with one exception: the file is read twice,
+        and if it changes or fails in between, reset() or another load_state() is needed.
         """
         with self._exclusive():
             self._moves += 1
@@ -288,14 +286,14 @@ class Engine:
         return self._fingerprint
 
     def _first_row(self, name, extent):
-        "All of a vector, the first row of a matrix."
+        "A vector whole, or row 0 of a matrix."
         value = self.trunk.resident.get(name)
         return value if isinstance(value, np.ndarray) else self.files.array(extent, "other", 0, 1)
 
     def close(self) -> None:
         """End the readers, close the shards and give the weights' memory back; `with` does it too.
 
-        A forked process has neither readers nor shards to close, so there this does nothing.
+        In a forked process this does nothing: the readers and descriptors are those of the parent.
         """
         if os.getpid() != self._process:
             return
@@ -314,7 +312,7 @@ class Engine:
     def report(self) -> Report:
         "A Report of everything this model has done so far."
         files, counted = self.files, read_call_bytes()
-        from_kernel = None if counted is None or self._read_before is None else counted - self._read_before
+        from_kernel = None if counted is None or self._read_calls_before is None else counted - self._read_calls_before
         seconds = files.read_seconds
         return Report(
             model=self.source.path, synthetic=self.source.synthetic, threads=self.threads, plan=self.plan,
@@ -414,14 +412,14 @@ def open_source(path: str | os.PathLike, trunk: str | os.PathLike | None) -> Sou
 def start(source: Source, plan: Plan, threads: int, progress: Callable[[int], object] | None) -> Engine:
     "Read the tensors that stay in memory, start the readers, and return the Engine that owns both."
     with contextlib.ExitStack() as opened:
-        files, read_before = Files(source.trunk.fingerprints), read_call_bytes()
+        files, read_calls_before = Files(source.trunk.fingerprints), read_call_bytes()
         opened.callback(files.close)
         trunk = Trunk(plan.layout.trunk, files, progress)
         opened.callback(trunk.close)
         experts = Experts(plan.layout.experts, source.expert_extents, files)
         opened.callback(experts.close)
-        engine = Engine(source, plan, files, trunk, experts, threads, read_before)
-        opened.pop_all()  # closes nothing: the engine will
+        engine = Engine(source, plan, files, trunk, experts, threads, read_calls_before)
+        opened.pop_all()  # closes nothing: from here on Engine.close() does it
         return engine
 
 

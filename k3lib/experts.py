@@ -157,17 +157,17 @@ class Experts:
     shape. A request takes the place of the one before. `requests`, `hits`: how many experts were requested, and how
     many of them were cached before their request. `trace`: None, or a list that receives (layer, e) of every request.
 
-    Between calls `_hits` and `_misses` are the experts of the last request, and `_answered` says that map() was called
-    for it. A reader sets the `expert` of the RequestedExpert that it works on. The calling thread reads that field only
-    while the pool has no job.
+    Between calls `_cached` and `_missing` are the experts of the last request, and `_answered` says whether map() was
+    called for it. A reader sets the `expert` of the RequestedExpert that it works on. The calling thread reads that
+    field only while the pool has no job.
     """
 
     def __init__(self, layout: ExpertLayout, extents: Callable[[int, int], list[Extent]], files: Files):
         self.layout, self.extents, self.files = layout, extents, files
         self.requests = self.hits = 0
         self.trace: list[tuple[int, int]] | None = None
-        self._hits: list[tuple[RequestedExpert, Expert]] = []
-        self._misses: list[RequestedExpert] = []
+        self._cached: list[tuple[RequestedExpert, Expert]] = []
+        self._missing: list[RequestedExpert] = []
         self._answered = True
         caches = LayerCaches(layout.layers, layout.cached)
         self._layers = {number: LayerExperts(self, number, caches[number], self._slots(caches[number].capacity))
@@ -194,15 +194,15 @@ class Experts:
         if len(set(ids)) < len(ids) or ids and self._pool is None:
             raise ValueError(f"experts {ids} of layer {layer.number} are requested into {self.layout.slots.count} "
                              "slots: an expert twice, or no slot")
-        self._answered, self._hits, self._misses = True, [], []
+        self._answered, self._cached, self._missing = True, [], []
         if self._pool is not None:
             self._pool.restart([])  # from here on no reader is at work
             chosen = layer.choose(ids)
-            self._hits = [(requested, requested.expert) for requested in chosen if requested.expert is not None]
-            self._misses = [requested for requested in chosen if requested.expert is None]
-            self._pool.restart(self._misses)  # reading begins
+            self._cached = [(requested, requested.expert) for requested in chosen if requested.expert is not None]
+            self._missing = [requested for requested in chosen if requested.expert is None]
+            self._pool.restart(self._missing)  # reading begins
         self.requests += len(ids)
-        self.hits += len(self._hits)
+        self.hits += len(self._cached)
         if self.trace is not None:
             self.trace += [(layer.number, e) for e in ids]
         self._answered = False
@@ -216,7 +216,7 @@ class Experts:
         "End the readers and give the memory back. A thread that waits for an expert gets a RuntimeError."
         if self._pool:
             self._pool.close()
-        self._layers, self._hits, self._misses = {}, [], []
+        self._layers, self._cached, self._missing = {}, [], []
 
     def map(self, work: Callable[[int, Expert], None], limit: int) -> None:
         """Have the readers call work(expert id, expert) on each requested expert, at most `limit` at a time.
@@ -239,7 +239,7 @@ class Experts:
             return sum(self._stream(requested, buffer, use) for requested in items(rest, cursor))
 
         if self._pool is not None:
-            self._pool.map_blocks(self._misses, use, stream, limit, self._hits)
+            self._pool.map_blocks(self._missing, use, stream, limit, self._cached)
 
     def _read(self, requested, buffer):
         "Read an expert whole into `buffer`: its own slot, or one that the pool lends."

@@ -34,7 +34,7 @@ class CheckpointError(K3Error):
     exit_code = 4
 
 
-READ_MAX = 1 << 30  # bytes asked of one call: Linux reads at most 2 GiB - 4 KiB, macOS refuses more than 2 GiB
+MAX_READ = 1 << 26  # bytes asked of one call: far below the 2 GiB that systems allow, so that a signal is heard soon
 
 
 def read_exactly(
@@ -47,7 +47,7 @@ def read_exactly(
     """
     view, done = memoryview(view), 0
     try:
-        while done < len(view) and (got := pread(file.fileno(), view[done:done + READ_MAX], offset + done)):
+        while done < len(view) and (got := pread(file.fileno(), view[done:done + MAX_READ], offset + done)):
             done += got
     except (OSError, ValueError) as error:  # ValueError: the file was closed
         raise CheckpointError(f"{where}: reading {len(view):,} bytes at offset {offset:,} failed: {error}") from None
@@ -187,6 +187,6 @@ def whole_file(
 
 
 __all__ = [
-    "K3Error", "UsageError", "CheckpointError", "READ_MAX", "read_exactly", "open_shard", "small_file", "DEPTH_MAX",
+    "K3Error", "UsageError", "CheckpointError", "MAX_READ", "read_exactly", "open_shard", "small_file", "DEPTH_MAX",
     "shown_value", "json_object", "Fingerprint", "fingerprint", "writing", "whole_file",
 ]

@@ -122,7 +122,7 @@ class PlanError(UsageError):
 
 
 def expert_readers(config: Config, readers: int) -> int:
-    "The fewest of `readers` threads that read the experts of one token in as many rounds as all of them would."
+    "The smallest number of readers, of `readers`, that needs no more rounds for the experts of a token than all do."
     chosen = config.num_experts_per_token
     return -(-chosen // -(-chosen // readers))
 
@@ -133,13 +133,14 @@ def streaming_experts(config: Config, checkpoint: Checkpoint, readers: int) -> t
     if not layers:
         return ExpertLayout((), Buffers(0, 0), 0, False), 0
     an_expert = list(checkpoint.expert(layers[0], 0).values())
-    whole, streaming = expert_slot_bytes(an_expert), streaming_slot_bytes(an_expert)
+    whole_bytes, streaming_bytes = expert_slot_bytes(an_expert), streaming_slot_bytes(an_expert)
     count = expert_readers(config, readers)
-    return ExpertLayout(layers, Buffers(count, min(whole, streaming)), count, whole <= streaming), whole
+    return ExpertLayout(layers, Buffers(count, min(whole_bytes, streaming_bytes)), count,
+                        whole_bytes <= streaming_bytes), whole_bytes
 
 
-def front(sizes: dict[str, int], nbytes: int) -> tuple[frozenset[str], int]:
-    "(names, their bytes): from the front of `sizes` {name: bytes}, each one that fits into what is left of `nbytes`."
+def first_fit(sizes: dict[str, int], nbytes: int) -> tuple[frozenset[str], int]:
+    "(names, their bytes): in the order of `sizes` {name: bytes}, each one that fits into what is left of `nbytes`."
     taken, names = 0, []
     for name, size in sizes.items():
         if taken + size <= nbytes:
@@ -158,17 +159,17 @@ def pin_from_front(trunk: TrunkLayout, spare: int) -> tuple[TrunkLayout, int, in
     sizes = streamed_sizes(trunk)
     if spare + trunk.buffer_bytes >= sum(sizes.values()):
         spare += trunk.buffer_bytes  # nothing streams, so there are no buffers
-    pinned, nbytes = front(sizes, spare)
+    pinned, nbytes = first_fit(sizes, spare)
     return trunk.pin(pinned), nbytes, spare - nbytes
 
 
-def cache_experts(config: Config, experts: ExpertLayout, whole: int, spare: int) -> ExpertLayout:
-    "Spend `spare` bytes on slots of `whole` bytes that cache experts, if there is room for one beyond one a reader."
+def cache_experts(config: Config, experts: ExpertLayout, whole_bytes: int, spare: int) -> ExpertLayout:
+    "Spend `spare` bytes on slots of `whole_bytes`, if at least one slot remains after one for each reader."
     slots, nbytes = experts.slots, spare + experts.slots.total
-    if not slots.count or nbytes < (slots.count + 1) * whole:
+    if not slots.count or nbytes < (slots.count + 1) * whole_bytes:
         return experts
     every = config.num_experts * len(experts.layers) + slots.count  # a reader's own slot caches nothing
-    return dataclasses.replace(experts, slots=Buffers(min(nbytes // whole, every), whole), whole=True)
+    return dataclasses.replace(experts, slots=Buffers(min(nbytes // whole_bytes, every), whole_bytes), whole=True)
 
 
 MAX_CHUNK = 64  # tokens
@@ -200,27 +201,27 @@ def make_plan(config: Config, checkpoint: Checkpoint, ram: int, context: int, *,
     `readers`: threads that read, never fewer than `threads` of arithmetic. Allocates nothing large. Raises PlanError if
     `ram` is too small, or larger than the memory that is free.
     """
-    held = resident_bytes() or PROCESS_RSS  # before the row blocks are listed, because the layout counts its lists
+    held = resident_bytes() or PROCESS_RSS  # measured before the row blocks are listed: the layout counts those lists
     readers, source = max(READERS if readers is None else readers, threads), trunk or checkpoint
     extents = {name: source.extent(name) for name in forward_order(config)}
-    streaming = trunk_layout(extents, row_multiples(config), readers)
-    experts, whole = streaming_experts(config, checkpoint, readers)
-    parts = fixed_costs(config, streaming, context, held)
+    unpinned = trunk_layout(extents, row_multiples(config), readers)
+    experts, whole_bytes = streaming_experts(config, checkpoint, readers)
+    parts = fixed_costs(config, unpinned, context, held)
     one = activation_bytes(config, 1)
-    least = sum(parts.values()) + one + streaming.buffer_bytes + experts.slots.total
+    least = sum(parts.values()) + one + unpinned.buffer_bytes + experts.slots.total
     if ram < least:
         raise PlanError(least, f"a budget of {shown_size(ram)} is {shown_size(least - ram)} short: with "
                                f"{shown_size(held)} that this process already holds, this model with {context} "
                                f"positions needs at least {_enough(least)} MB")
     chunk = longest_chunk(config, min(MAX_CHUNK, prompt_tokens or MAX_CHUNK), ram - least)
     activations = activation_bytes(config, chunk)
-    pinning, pinned_bytes, spare = pin_from_front(streaming, ram - least + one - activations)
-    if experts.whole or not pinning.streamed:
-        experts = cache_experts(config, experts, whole, spare)
+    layout, pinned_bytes, spare = pin_from_front(unpinned, ram - least + one - activations)
+    if experts.whole or not layout.streamed:
+        experts = cache_experts(config, experts, whole_bytes, spare)
     parts |= {f"activations, chunks of {chunk}": activations,
-              "row block buffers": streaming.buffer_bytes if pinning.streamed else 0,
+              "row block buffers": unpinned.buffer_bytes if layout.streamed else 0,
               "pinned trunk": pinned_bytes, f"expert slots, {experts.slots.count}": experts.slots.total}
-    plan = Plan(ram, parts, Layout(pinning, experts), pinned_bytes, sum(streamed_sizes(streaming).values()), context,
+    plan = Plan(ram, parts, Layout(layout, experts), pinned_bytes, sum(streamed_sizes(unpinned).values()), context,
                 chunk)
     _check_free(plan, held, least)
     return plan
@@ -239,7 +240,7 @@ def _check_free(plan, held, least):
 
 
 def _enough(least):
-    "Megabytes that are enough in another process of this kind, too."
+    "Megabytes: `least` bytes rounded up, with room for what differs from one process to the next."
     return -(-(least + 500_000) // 10**6)
 
 
@@ -255,6 +256,6 @@ def measured_readers(checkpoint: Checkpoint, threads: int = CORES) -> tuple[int,
 __all__ = [
     "state_bytes", "position_bytes", "activation_bytes", "JIT_RSS", "LIBRARY_RSS", "LIBRARY_RSS_GROWTH",
     "PROCESS_RSS", "fixed_costs", "vector_bytes", "Plan", "PlanError", "expert_readers", "streaming_experts",
-    "front", "streamed_sizes", "pin_from_front", "cache_experts", "MAX_CHUNK", "longest_chunk", "READERS",
+    "first_fit", "streamed_sizes", "pin_from_front", "cache_experts", "MAX_CHUNK", "longest_chunk", "READERS",
     "TrunkSource", "make_plan", "measured_readers",
 ]

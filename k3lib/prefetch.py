@@ -15,7 +15,7 @@ from k3lib.parallel import CORES, EXHAUSTED, next_item
 
 
 def items(rest: list, cursor: np.ndarray) -> Iterator[Any]:
-    "Items of `rest` that no other reader takes, as long as `cursor`, int64 [1], gives some."
+    "Yield the items of `rest` that this thread claims through `cursor`, int64 [1], until none is left."
     while (i := next_item(cursor)) < len(rest):
         yield rest[i]
 
@@ -23,8 +23,8 @@ def items(rest: list, cursor: np.ndarray) -> Iterator[Any]:
 class Entry:
     """A block on its way through `buffer`. `lent`: the buffer is the pool's, and goes back to it.
 
-    `data`: what read() has returned or raised, None until then. A job to stream is an Entry whose `block` is None: a
-    buffer, and nothing in it.
+    `data`: what read() has returned or raised, None until then. An Entry whose `block` is None is the buffer through
+    which one reader streams.
     """
 
     __slots__ = "block", "buffer", "data", "lent"
@@ -59,31 +59,33 @@ class Prefetcher:
     """`readers` threads that read blocks ahead of the arithmetic, and call the arithmetic on what they have read.
 
     read(block, buffer) -> data fills `buffer`: one of the page buffers `buffers`, or the block's own memory where
-    memory(block) is not None. At most `read_ahead` blocks wait for their batch. Threads and errors carry `name`.
+    memory(block) is not None. No read begins while `read_ahead` blocks wait to be worked on, those of the open batch
+    included. Threads and errors carry `name`.
     `busy_seconds`: processor time of the arithmetic, summed over the readers. `wait_seconds`: an estimate of how long
     the arithmetic waited for bytes, the duration of map_blocks less what `busy_seconds` explains with as many cores as
     may work. Raises ValueError without buffers or readers.
 
-    One thread, the caller, uses restart, at_start and map_blocks. `_lock` guards every field that changes, but for the
-    two sums of seconds, which others may read at any time. While nobody holds the lock and no batch was interrupted or
-    has failed since the last restart:
-    1. A buffer of the pool is in exactly one place: in `_free`, in an entry, or with a job that streams.
-    2. An entry is in exactly one place: in `_ahead`, in `_batch.entries`, or with the one job that works on it. Its
-       buffer becomes free when that job has ended.
+    One thread, the caller, uses restart, at_start and map_blocks. `_lock` guards every field that changes. Three things
+    need no lock: others may read the two sums of seconds at any time, a batch's cursor is atomic, and close() lets go
+    of the buffers after the last reader has ended. While nobody holds the lock and no batch was interrupted or has
+    failed since the last restart:
+    1. A buffer of the pool is either in `_free` or in exactly one entry.
+    2. An entry is in exactly one place: in `_ahead` or in `_batch.entries`, also while its block is being read, or with
+       the one job that works on it or streams through it. Its buffer becomes free when that job has ended.
     3. The next blocks are those of `_ahead`, then `_order[_next:]`, then, if `_cyclic`, those of `_order` again.
     4. `_reading` jobs read ahead. `_working` jobs, at most `_batch.limit`, work or stream; none when map_blocks has
        returned. `_batch` is the open batch or None.
-    5. `_sound` is False from the beginning of map_blocks until its good end. Until then only restart() may follow: it
-       waits for all jobs and makes the state from nothing.
+    5. `_sound` is True only if the last map_blocks() or restart() has succeeded. After a failure only restart() is
+       allowed: it waits for all jobs and makes the state from nothing.
     """
 
     def __init__(self, read: Callable[[Any, Any], Any], buffers: list, readers: int, read_ahead: int, name: str,
                  memory: Callable[[Any], Any] | None = None):
         if not buffers or readers < 1:
-            raise ValueError(f"{name}: {len(buffers)} buffers and {readers} readers bring nothing")
+            raise ValueError(f"{name}: {len(buffers)} buffers and {readers} readers, at least one of each is needed")
         self.name, self.wait_seconds, self.busy_seconds = name, 0.0, 0.0
         self._read, self._buffers, self._read_ahead, self._memory = read, buffers, read_ahead, memory
-        self._lock = threading.RLock()  # a wait of the caller may be interrupted: see 5.11.3
+        self._lock = threading.RLock()  # after Ctrl-C in its wait, the caller would release a plain Lock of a reader
         self._for_readers, self._for_caller = threading.Condition(self._lock), threading.Condition(self._lock)
         self._order: list = []
         self._next, self._cyclic, self._sound, self._closed = 0, False, True, False
@@ -91,9 +93,13 @@ class Prefetcher:
         self._batch: Batch | None = None
         self._reading = self._working = self._idle = 0
         self._threads: list[threading.Thread] = []
+        self._start(readers)
+
+    def _start(self, readers):
+        "Begin the threads, all or none."
         try:
             for i in range(readers):
-                thread = threading.Thread(target=self._serve, name=f"k3-{name}-{i}", daemon=True)
+                thread = threading.Thread(target=self._serve, name=f"k3-{self.name}-{i}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
         except BaseException:  # the system gives no more threads, or Ctrl-C: nobody has this pool to close it
@@ -119,7 +125,7 @@ class Prefetcher:
             self._for_readers.notify_all()
 
     def at_start(self) -> bool:
-        "Of a cyclic order: is its first block the next one, and was nothing interrupted, and has nothing failed?"
+        "True if a cyclic order is at its first block and the last map_blocks() or restart() has succeeded."
         with self._lock:
             return self._sound and (self._next - len(self._ahead)) % max(1, len(self._order)) == 0
 
@@ -135,12 +141,13 @@ class Prefetcher:
 
     def map_blocks(self, blocks: list, work: Callable[[Any, Any], object], stream: Callable[[list, Any, Any], float],
                    limit: int, present: Iterable[tuple[Any, Any]] = ()) -> None:
-        """Have the readers work on `blocks`, the next of the order, in any order, with at most `limit` jobs at a time.
+        """Have the readers work on `blocks`, the next ones of the order, with at most `limit` jobs at a time.
 
-        work(block, data) is called on each block that was read ahead, and on `present`, pairs (block, data) that need
-        no read. All other blocks are given to stream(rest, buffer, cursor) -> processor seconds. It may run on several
-        readers at a time, each with a buffer of its own, and returns when `cursor` gives no more. In an order that is
-        not cyclic, the cursor must count blocks, as items() does: readers that may not work take some to read ahead.
+        The blocks may finish in any order. work(block, data) is called on each block that was read ahead, and on
+        `present`, pairs (block, data) that need no read. All other blocks are given to stream(rest, buffer, cursor) ->
+        processor seconds. It may run on several readers at a time, each with a buffer of its own, and returns when
+        `cursor` gives no more. In an order that is not cyclic, one step of the cursor must be one block, as items()
+        does it: readers that wait for their turn to work claim blocks from the same cursor to read them ahead.
 
         Raises what a call or a read has raised; RuntimeError if the pool is closed, if `blocks` are not the next ones,
         or if the batch before has failed and restart() was not called.
@@ -199,7 +206,7 @@ class Prefetcher:
             with self._lock:
                 if job is not None:
                     self._settle(*job, outcome)
-                while not self._closed and (job := self._choose()) is None:
+                while not self._closed and (job := self._begin_job()) is None:
                     self._idle += 1
                     self._for_readers.wait()
                     self._idle -= 1
@@ -207,7 +214,7 @@ class Prefetcher:
                     return
             outcome = self._do(*job)
 
-    def _choose(self):
+    def _begin_job(self):
         "The next job, (entry, batch), or None: work or stream for `batch`, or read ahead where `batch` is None."
         batch = self._batch
         may_work = batch is not None and batch.failure is None and self._working < batch.limit
@@ -232,7 +239,7 @@ class Prefetcher:
         waiting = len(self._ahead) + (len(batch.entries) if batch is not None else 0)
         if waiting >= self._read_ahead or streaming and self._reading:
             return None
-        lendable = len(self._free) > streaming  # the last one is for a reader that streams
+        lendable = len(self._free) > (1 if streaming else 0)  # the last one is for a reader that streams
         if self._next < len(self._order):
             entry = self._entry(self._order[self._next], lendable)
             if entry is not None:

@@ -17,7 +17,7 @@ from shards import E5, NAMES, TOY, TOY_DATA, file_of, shard, two_of, write
 
 from k3lib import checkpoint, fileio
 from k3lib.checkpoint import INDEX, Checkpoint
-from k3lib.fileio import READ_MAX, CheckpointError
+from k3lib.fileio import MAX_READ, CheckpointError
 from k3lib.header import header_bytes
 from k3lib.tensors import EXPERT_TENSORS
 
@@ -417,9 +417,9 @@ def test_a_folder_in_place_of_a_shard(tmp_path):
 # Reading
 
 def test_reads_are_split(toy, monkeypatch):
-    assert READ_MAX < (1 << 31) - 4096
+    assert MAX_READ < (1 << 31) - 4096
     asked, real = [], os.preadv
-    monkeypatch.setattr(fileio, "READ_MAX", 5)
+    monkeypatch.setattr(fileio, "MAX_READ", 5)
     monkeypatch.setattr(os, "preadv", lambda fd, views, offset: asked.append(len(views[0])) or real(fd, views, offset))
     assert Checkpoint(toy).tensor("a").tolist() == [1, -2]
     assert max(asked) == 5
@@ -436,7 +436,7 @@ def test_without_preadv_from_many_threads(oracle, monkeypatch):
     names = [n for n in oracle.names() if ".experts.0." in n or "q_proj" in n]
     right = {n: oracle.raw(n).tobytes() for n in names}
     monkeypatch.delattr(os, "preadv")
-    monkeypatch.setattr(fileio, "READ_MAX", 1000)
+    monkeypatch.setattr(fileio, "MAX_READ", 1000)
 
     def wrong(i):
         return [n for n in names[i:] + names[:i] if oracle.raw(n).tobytes() != right[n]]

@@ -32,7 +32,7 @@ def test_exit_codes():
 def test_read_exactly(tmp_path, monkeypatch, preadv):
     if not preadv:
         monkeypatch.delattr(os, "preadv", raising=False)
-    monkeypatch.setattr(fileio, "READ_MAX", 3)
+    monkeypatch.setattr(fileio, "MAX_READ", 3)
     path = tmp_path / "f"
     path.write_bytes(bytes(range(20)))
     with open_shard(path) as file:

@@ -80,12 +80,12 @@ def test_the_front_is_pinned_first_and_experts_are_cached_last(embedded, steady)
     assert plan.make_plan(*embedded, 10**9, 32).layout.experts.cached == embedded[0].num_experts * 12
 
 
-def test_front():
+def test_first_fit():
     sizes = {"a": 4, "b": 10, "c": 3, "d": 2}
-    assert plan.front(sizes, 3) == ({"c"}, 3)
-    assert plan.front(sizes, 8) == ({"a", "c"}, 7)
-    assert plan.front(sizes, 19) == ({"a", "b", "c", "d"}, 19)
-    assert plan.front(sizes, 1) == (frozenset(), 0)
+    assert plan.first_fit(sizes, 3) == ({"c"}, 3)
+    assert plan.first_fit(sizes, 8) == ({"a", "c"}, 7)
+    assert plan.first_fit(sizes, 19) == ({"a", "b", "c", "d"}, 19)
+    assert plan.first_fit(sizes, 1) == (frozenset(), 0)
 
 
 def test_the_buffers_of_a_trunk_that_is_all_pinned_are_spent_on_it(embedded):

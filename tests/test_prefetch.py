@@ -481,7 +481,7 @@ def test_closing_wakes_a_caller_that_waits(numbers, working):
 
 def test_a_pool_that_could_bring_nothing_is_refused():
     for buffers, readers in ((0, 2), (2, 0)):
-        with pytest.raises(ValueError, match=f"test: {buffers} buffers and {readers} readers bring nothing"):
+        with pytest.raises(ValueError, match=f"test: {buffers} buffers and {readers} readers, at least one"):
             Prefetcher(None, [None] * buffers, readers, 1, "test")
 
 

@@ -452,7 +452,7 @@ def emit_nibbles(context: BaseContext, builder: ir.IRBuilder, pointer: ir.Value,
     "Twice the values of the low nibbles and of the high nibbles of the sixteen bytes at `pointer`."
     lookup = lookup or next(nibble_lookups(context))
     packed = builder.load(builder.bitcast(pointer, ir.VectorType(_I8, LANES).as_pointer()), align=1)
-    high = lookup(context, builder, packed, True)  # first: see below
+    high = lookup(context, builder, packed, True)  # first: its shift needs the bytes unchanged
     return lookup(context, builder, packed, False), high
 
 

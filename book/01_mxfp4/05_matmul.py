@@ -567,10 +567,12 @@ class ResidentMatrix:
         self.shape = array.shape
 
     def multiply(self, x: np.ndarray, out: np.ndarray, threads: int) -> None:
+        "As Matrix says. Raises ValueError for shapes that do not fit."
         check_shapes("ResidentMatrix", self.shape, x, out)
         _multiply(self.array, padded(x), out, threads)
 
     def map_blocks(self, work: Callable[[int, np.ndarray, int], None], threads: int) -> None:
+        "Call work(0, array, threads)."
         work(0, self.array, threads)
 
 
@@ -601,6 +603,7 @@ def check_packed(packed: Any, scale: Any, x_shape: tuple[int, ...], out_shape: t
                          "do not fit")
 
 
+# %% tags=["export"]
 class PackedMatrix(NamedTuple):
     "An MXFP4 matrix in memory: `packed` uint8 [n, k/2], `scale` uint8 [n, k/32]. It is never unpacked in memory."
 
@@ -609,16 +612,19 @@ class PackedMatrix(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
+        "Rows n and columns k, two to a byte."
         n, half = self.packed.shape
         return n, 2 * half
 
     def multiply(self, x: np.ndarray, out: np.ndarray, threads: int) -> None:
+        "As Matrix says. Raises ValueError for shapes and dtypes that do not fit."
         check_packed(self.packed, self.scale, x.shape, out.shape)
         if not self.packed.dtype == self.scale.dtype == np.uint8:
             raise ValueError(f"MXFP4: packed is {self.packed.dtype} and scale {self.scale.dtype}, expected uint8")
         _multiply(tuple(self), deinterleaved(x), out, threads)
 
     def map_blocks(self, work: Callable[[int, "PackedMatrix", int], None], threads: int) -> None:
+        "Call work(0, this matrix, threads)."
         work(0, self, threads)
 
 

@@ -64,7 +64,7 @@ class CheckpointError(K3Error):
 # the tensor in the error message.
 
 # %% tags=["export"]
-READ_MAX = 1 << 30  # bytes asked of one call: Linux reads at most 2 GiB - 4 KiB, macOS refuses more than 2 GiB
+MAX_READ = 1 << 26  # bytes asked of one call: far below the 2 GiB that systems allow, so that a signal is heard soon
 
 
 def read_exactly(
@@ -77,7 +77,7 @@ def read_exactly(
     """
     view, done = memoryview(view), 0
     try:
-        while done < len(view) and (got := pread(file.fileno(), view[done:done + READ_MAX], offset + done)):
+        while done < len(view) and (got := pread(file.fileno(), view[done:done + MAX_READ], offset + done)):
             done += got
     except (OSError, ValueError) as error:  # ValueError: the file was closed
         raise CheckpointError(f"{where}: reading {len(view):,} bytes at offset {offset:,} failed: {error}") from None

@@ -44,13 +44,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from k3lib.fileio import CheckpointError, Fingerprint, fingerprint
+from k3lib.fileio import MAX_READ, CheckpointError, Fingerprint, fingerprint
 from k3lib.header import ARRAY_DTYPES, ITEMSIZE, Extent
 from k3lib.system import forget_pages, has_direct, keep_uncached, open_read, pread, zero_pages
 
 # %% tags=["export"]
 PAGE = 4096  # bytes: direct reads want offsets, lengths and addresses in whole pages
-MAX_READ = 1 << 26  # bytes asked of one call: Linux moves at most 2 GiB - 4 KiB; after less, a signal is heard sooner
 READ_UNIT = 3 << 18  # bytes that a reader reads and multiplies at a time (5.12)
 
 
@@ -134,7 +133,7 @@ print(f"memory grows by {with_map - before:.0f} MB for the mapped file, by {with
 class File:
     """One shard, read past the page cache where the file system allows it. Any number of threads may read at a time.
 
-    `how`: "direct", or "buffered: " and why. `descriptor`: the file descriptor, and True if it reads directly.
+    `access`: "direct", or "buffered: " and why. `descriptor`: the file descriptor, and True if it reads directly.
     `known`: the fingerprint of the file whose header was read, if there was one. Raises CheckpointError if the file
     cannot be opened or has another fingerprint.
     """
@@ -162,6 +161,9 @@ class File:
         self._opened.append(fd)
         self.descriptor, self.access = (fd, direct), access
 
+
+# %% tags=["export"]
+class File(File):
     def _go_buffered(self, why):
         "Read through the page cache from now on."
         with self._lock:
@@ -294,11 +296,12 @@ class Files:
     """The shards of one checkpoint, each opened at its first read, and the account of what was read from them.
 
     `fingerprints`: {path: fingerprint} of files whose headers were read; a file that has another one is refused.
-    `bytes_read`: {part: bytes that were asked for}. `moved`: bytes of whole pages. `read_seconds`: time inside reads,
-    summed over the threads. A read that does not end is logged (5.9.4).
+    `bytes_read`: {part: bytes of the extents that were read}. `bytes_transferred`: bytes of the whole pages that hold
+    them. `read_seconds`: time inside reads, summed over the threads. A read that does not end is logged (5.9.4).
 
-    `_lock` guards every field. `_under_way` {thread: (path, offset, when it began)}: the reads that have begun and not
-    ended. A file is closed only when no other thread has one.
+    `_lock` guards every change of a field. A report may read the three counts without it. `_under_way` {thread: (path,
+    offset, when it began)}: the reads that have begun and not ended. A file is closed only when no other thread has
+    one.
     """
 
     def __init__(self, fingerprints: dict[str, Fingerprint] | None = None):
@@ -362,8 +365,8 @@ class Files(Files):
     def stream(self, extent: Extent, offset: int, part: str, loop: Callable[[int], tuple[Any, ReadCount]]) -> Any:
         """Let `loop` read the file of `extent`, from byte `offset` of the extent on, on the account of `part`.
 
-        loop(file descriptor) returns a result and a ReadCount. Returns the result, or None without a call of `loop`
-        where the file is not read directly.
+        loop(file descriptor) returns a result and a ReadCount. Returns the result; or None if the file is read through
+        the page cache, and `loop` is then not called.
         """
         result, count = None, ReadCount(0.0, 0, 0)
         try:
@@ -549,8 +552,8 @@ shutil.rmtree(scratch)
 # - A shard must keep the fingerprint it had when its header was read.
 #
 # **Exercises.**
-# 1. How many bytes does widening to pages add to one reading of the embedded model, tensor by tensor? `Files.bytes_transferred`
-#    counts them. Why is it so much less for K3?
+# 1. How many bytes does widening to pages add to one reading of the embedded model, tensor by tensor?
+#    `Files.bytes_transferred` counts them. Why is it so much less for K3?
 # 2. Take the `got >= PAGE` away from `File.read` and read a file that is cut off in the middle of a page. What happens,
 #    on a file system with direct reads and on one without?
 # 3. Let `read_rates` read in file order. On which devices does the answer change?

@@ -93,7 +93,7 @@ from k3lib.parallel import CORES, EXHAUSTED, next_item
 
 # %% tags=["export"]
 def items(rest: list, cursor: np.ndarray) -> Iterator[Any]:
-    "Items of `rest` that no other reader takes, as long as `cursor`, int64 [1], gives some."
+    "Yield the items of `rest` that this thread claims through `cursor`, int64 [1], until none is left."
     while (i := next_item(cursor)) < len(rest):
         yield rest[i]
 
@@ -105,8 +105,8 @@ def items(rest: list, cursor: np.ndarray) -> Iterator[Any]:
 class Entry:
     """A block on its way through `buffer`. `lent`: the buffer is the pool's, and goes back to it.
 
-    `data`: what read() has returned or raised, None until then. A job to stream is an Entry whose `block` is None: a
-    buffer, and nothing in it.
+    `data`: what read() has returned or raised, None until then. An Entry whose `block` is None is the buffer through
+    which one reader streams.
     """
 
     __slots__ = "block", "buffer", "data", "lent"
@@ -140,7 +140,8 @@ class Batch:
 # %% [markdown]
 # ## 5.11.3 What is true whenever nobody holds the lock
 #
-# This is the whole state of a pool. One lock, `_lock`, guards all of it.
+# This is the whole state of a pool. One lock, `_lock`, guards all of it. Two things change without the lock: the cursor
+# of a batch, which is atomic, and the buffers, which `close` lets go of when all readers have ended.
 #
 # | field | meaning |
 # |---|---|
@@ -151,23 +152,24 @@ class Batch:
 # | `_batch` | the open batch, or None |
 # | `_reading`, `_working` | jobs under way that read ahead; that work or stream |
 # | `_idle` | readers that wait for a job |
-# | `_sound` | nothing was interrupted and nothing has failed since the last `restart` |
+# | `_sound` | no `restart` and no `map_blocks` is under way, and the last one has succeeded |
 # | `_closed` | the readers are to end |
 #
 # While nobody holds the lock, and no batch was interrupted or has failed since the last `restart`:
 #
-# 1. **Buffers.** Each is in exactly one place: in `_free`, in an entry, or with a job that streams.
-# 2. **Entries.** Each is in exactly one place: in `_ahead`, in `_batch.entries`, or with the one job that works on it.
-#    A reader fills the buffer of an entry only while its `data` is None, and a job works on it only afterwards.
+# 1. **Buffers.** Each buffer of the pool is either in `_free` or in exactly one entry.
+# 2. **Entries.** Each entry is in exactly one place: in `_ahead`, in `_batch.entries`, or with the one job that works
+#    on it or streams through it. While its block is being read, the entry stays in `_ahead` or `_batch.entries`, and
+#    its `data` is None. A job takes the entry out only when `data` is there.
 # 3. **Blocks.** The next blocks are those of `_ahead`, then `_order[_next:]`, then, if `_cyclic`, those of `_order`
 #    again.
 # 4. **Jobs.** At most `_batch.limit` jobs work or stream. When `map_blocks` has returned, none does.
-# 5. **Soundness.** `_sound` is False from the beginning of `map_blocks` until its good end. A batch that fails or is
-#    interrupted keeps its entries and the buffers in them, and nothing but `restart` may follow.
+# 5. **Soundness.** `_sound` is True only if the last `map_blocks` or `restart` has succeeded. A batch that fails or is
+#    interrupted keeps its entries and the buffers in them, and only `restart` is allowed after it.
 #
 # Why is no buffer filled while it is in use? A read takes its buffer from `_free`. While an entry is in use, its buffer
 # is in that entry (1), which is with the one job that works on it (2). The buffer goes to `_free` when that job has
-# ended. So it is not in `_free` before. The same holds for a buffer with which a job streams.
+# ended. So it is not in `_free` before. The same holds for the entry through which a reader streams.
 #
 # After an interrupt the invariants are not repaired, because any of them may be broken: the caller may have been
 # stopped between any two lines. `restart` waits until no job is under way. Then nothing uses a buffer, so all of them
@@ -182,31 +184,33 @@ class Prefetcher:
     """`readers` threads that read blocks ahead of the arithmetic, and call the arithmetic on what they have read.
 
     read(block, buffer) -> data fills `buffer`: one of the page buffers `buffers`, or the block's own memory where
-    memory(block) is not None. At most `read_ahead` blocks wait for their batch. Threads and errors carry `name`.
+    memory(block) is not None. No read begins while `read_ahead` blocks wait to be worked on, those of the open batch
+    included. Threads and errors carry `name`.
     `busy_seconds`: processor time of the arithmetic, summed over the readers. `wait_seconds`: an estimate of how long
     the arithmetic waited for bytes, the duration of map_blocks less what `busy_seconds` explains with as many cores as
     may work. Raises ValueError without buffers or readers.
 
-    One thread, the caller, uses restart, at_start and map_blocks. `_lock` guards every field that changes, but for the
-    two sums of seconds, which others may read at any time. While nobody holds the lock and no batch was interrupted or
-    has failed since the last restart:
-    1. A buffer of the pool is in exactly one place: in `_free`, in an entry, or with a job that streams.
-    2. An entry is in exactly one place: in `_ahead`, in `_batch.entries`, or with the one job that works on it. Its
-       buffer becomes free when that job has ended.
+    One thread, the caller, uses restart, at_start and map_blocks. `_lock` guards every field that changes. Three things
+    need no lock: others may read the two sums of seconds at any time, a batch's cursor is atomic, and close() lets go
+    of the buffers after the last reader has ended. While nobody holds the lock and no batch was interrupted or has
+    failed since the last restart:
+    1. A buffer of the pool is either in `_free` or in exactly one entry.
+    2. An entry is in exactly one place: in `_ahead` or in `_batch.entries`, also while its block is being read, or with
+       the one job that works on it or streams through it. Its buffer becomes free when that job has ended.
     3. The next blocks are those of `_ahead`, then `_order[_next:]`, then, if `_cyclic`, those of `_order` again.
     4. `_reading` jobs read ahead. `_working` jobs, at most `_batch.limit`, work or stream; none when map_blocks has
        returned. `_batch` is the open batch or None.
-    5. `_sound` is False from the beginning of map_blocks until its good end. Until then only restart() may follow: it
-       waits for all jobs and makes the state from nothing.
+    5. `_sound` is True only if the last map_blocks() or restart() has succeeded. After a failure only restart() is
+       allowed: it waits for all jobs and makes the state from nothing.
     """
 
     def __init__(self, read: Callable[[Any, Any], Any], buffers: list, readers: int, read_ahead: int, name: str,
                  memory: Callable[[Any], Any] | None = None):
         if not buffers or readers < 1:
-            raise ValueError(f"{name}: {len(buffers)} buffers and {readers} readers bring nothing")
+            raise ValueError(f"{name}: {len(buffers)} buffers and {readers} readers, at least one of each is needed")
         self.name, self.wait_seconds, self.busy_seconds = name, 0.0, 0.0
         self._read, self._buffers, self._read_ahead, self._memory = read, buffers, read_ahead, memory
-        self._lock = threading.RLock()  # a wait of the caller may be interrupted: see 5.11.3
+        self._lock = threading.RLock()  # after Ctrl-C in its wait, the caller would release a plain Lock of a reader
         self._for_readers, self._for_caller = threading.Condition(self._lock), threading.Condition(self._lock)
         self._order: list = []
         self._next, self._cyclic, self._sound, self._closed = 0, False, True, False
@@ -214,9 +218,16 @@ class Prefetcher:
         self._batch: Batch | None = None
         self._reading = self._working = self._idle = 0
         self._threads: list[threading.Thread] = []
+        self._start(readers)
+
+
+# %% tags=["export"]
+class Prefetcher(Prefetcher):
+    def _start(self, readers):
+        "Begin the threads, all or none."
         try:
             for i in range(readers):
-                thread = threading.Thread(target=self._serve, name=f"k3-{name}-{i}", daemon=True)
+                thread = threading.Thread(target=self._serve, name=f"k3-{self.name}-{i}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
         except BaseException:  # the system gives no more threads, or Ctrl-C: nobody has this pool to close it
@@ -251,7 +262,7 @@ class Prefetcher(Prefetcher):
             self._for_readers.notify_all()
 
     def at_start(self) -> bool:
-        "Of a cyclic order: is its first block the next one, and was nothing interrupted, and has nothing failed?"
+        "True if a cyclic order is at its first block and the last map_blocks() or restart() has succeeded."
         with self._lock:
             return self._sound and (self._next - len(self._ahead)) % max(1, len(self._order)) == 0
 
@@ -279,12 +290,13 @@ class Prefetcher(Prefetcher):
 class Prefetcher(Prefetcher):
     def map_blocks(self, blocks: list, work: Callable[[Any, Any], object], stream: Callable[[list, Any, Any], float],
                    limit: int, present: Iterable[tuple[Any, Any]] = ()) -> None:
-        """Have the readers work on `blocks`, the next of the order, in any order, with at most `limit` jobs at a time.
+        """Have the readers work on `blocks`, the next ones of the order, with at most `limit` jobs at a time.
 
-        work(block, data) is called on each block that was read ahead, and on `present`, pairs (block, data) that need
-        no read. All other blocks are given to stream(rest, buffer, cursor) -> processor seconds. It may run on several
-        readers at a time, each with a buffer of its own, and returns when `cursor` gives no more. In an order that is
-        not cyclic, the cursor must count blocks, as items() does: readers that may not work take some to read ahead.
+        The blocks may finish in any order. work(block, data) is called on each block that was read ahead, and on
+        `present`, pairs (block, data) that need no read. All other blocks are given to stream(rest, buffer, cursor) ->
+        processor seconds. It may run on several readers at a time, each with a buffer of its own, and returns when
+        `cursor` gives no more. In an order that is not cyclic, one step of the cursor must be one block, as items()
+        does it: readers that wait for their turn to work claim blocks from the same cursor to read them ahead.
 
         Raises what a call or a read has raised; RuntimeError if the pool is closed, if `blocks` are not the next ones,
         or if the batch before has failed and restart() was not called.
@@ -360,7 +372,7 @@ class Prefetcher(Prefetcher):
             with self._lock:
                 if job is not None:
                     self._settle(*job, outcome)
-                while not self._closed and (job := self._choose()) is None:
+                while not self._closed and (job := self._begin_job()) is None:
                     self._idle += 1
                     self._for_readers.wait()
                     self._idle -= 1
@@ -368,7 +380,7 @@ class Prefetcher(Prefetcher):
                     return
             outcome = self._do(*job)
 
-    def _choose(self):
+    def _begin_job(self):
         "The next job, (entry, batch), or None: work or stream for `batch`, or read ahead where `batch` is None."
         batch = self._batch
         may_work = batch is not None and batch.failure is None and self._working < batch.limit
@@ -401,7 +413,7 @@ class Prefetcher(Prefetcher):
         waiting = len(self._ahead) + (len(batch.entries) if batch is not None else 0)
         if waiting >= self._read_ahead or streaming and self._reading:
             return None
-        lendable = len(self._free) > streaming  # the last one is for a reader that streams
+        lendable = len(self._free) > (1 if streaming else 0)  # the last one is for a reader that streams
         if self._next < len(self._order):
             entry = self._entry(self._order[self._next], lendable)
             if entry is not None:

@@ -65,7 +65,7 @@ seed = 0
 # reader at a time.
 
 # %% tags=["export"]
-GOLDEN = (3 - math.sqrt(5)) / 2  # the stride, in units of all units: no other keeps so many in a row so far apart
+GOLDEN = (3 - math.sqrt(5)) / 2  # the stride as a fraction of the number of units: it keeps neighbours far apart
 
 
 def unit_rows(row_bytes: int, room: int = READ_UNIT) -> int:
@@ -96,10 +96,10 @@ print("a unit of K3's q_proj:", unit_rows(2 * 7168), "rows; of an expert's w1:",
 
 # %% tags=["export"]
 class Product(NamedTuple):
-    """out[:, block.first:] = x W^T for the rows W of `block`, which are read while they are multiplied.
+    """The part of out = x W^T that the rows W of `block` give. They are read while they are multiplied.
 
-    `x`: float32 [T, k], prepared as matmul_rows takes it. `out`: float32 [T, n]. `scale`: None, or uint8 [rows, k/32]
-    for packed rows.
+    They give out[:, block.first:block.first + block.rows]. `x`: float32 [T, k], prepared as matmul_rows takes it.
+    `out`: float32 [T, n]. `scale`: None, or uint8 [rows, k/32] for packed rows.
     """
 
     block: RowBlock
@@ -207,11 +207,11 @@ SAMPLE = 8
 
 @kernel
 def _stream(source, elements, scale, x, out, cursor, totals):
-    """Read and multiply units as long as `cursor` gives some; the number of the first that was not multiplied.
+    """Read and multiply units as long as `cursor` gives some; the first number from it that was not multiplied.
 
-    That is no unit, or one that did not come as it should. `source`: file descriptor, offset of the rows in the file,
-    bytes of a row, rows, rows a unit, stride, output of the first row. `elements`: the buffer, as elements of the
-    matrix. `x`, `out`, `scale`: as matmul_rows takes them.
+    A result below the number of units is a unit whose read failed or came short. `source`: file descriptor, offset of
+    the rows in the file, bytes of a row, rows, rows a unit, stride, output of the first row. `elements`: the buffer, as
+    elements of the matrix. `x`, `out`, `scale`: as matmul_rows takes them.
     """
     descriptor, offset, row_bytes, rows, unit, stride, first = source
     units, k, done = -(-rows // unit), row_bytes // elements.itemsize, 0
@@ -275,7 +275,7 @@ def read_multiply(files: Files, product: Product, buffer: np.ndarray, cursor: np
     elements, at least a row and two pages. Raises CheckpointError.
     """
     block, seconds = product.block, 0.0
-    unit = unit_rows(block.nbytes // block.rows, len(buffer) - 2 * PAGE)  # compiled code does not look where it ends
+    unit = unit_rows(block.nbytes // block.rows, len(buffer) - 2 * PAGE)  # compiled code checks no bounds
     units = -(-block.rows // unit)
     while True:
         compiled = _multiply_compiled(files, product, buffer, unit, cursor) if COMPILED_READS else None
