@@ -33,7 +33,7 @@ def _rms_norm(x, weight, eps, out):
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray | None = None) -> np.ndarray:
-    """float32 [T, n]: every row of `x` divided by its root mean square (eps inside the root), times `weight` [n].
+    """float32 [T, n]: each row of `x` [T, n] divided by its root mean square (eps inside the root), times `weight` [n].
 
     The result is `out` if that is given; it may be `x`. Raises ValueError where shapes do not fit, NotFinite where the
     sum of squares is infinite or NaN.
@@ -49,7 +49,7 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray | No
 
 
 _LOG2E, _LN2_HI, _LN2_LO = _f(1.44269504), _f(0.693145752), _f(1.42860677e-06)
-_ROUND = _f(1.5 * 2**23)  # adding and taking off this number rounds to an integer, and leaves it in the low bits
+_ROUND = _f(1.5 * 2**23)  # x + _ROUND has round(x) in its low bits; subtracting _ROUND again gives round(x)
 _ROUND_BITS = int(np.float32(1.5 * 2**23).view(np.int32))
 _SIGN_BIT = np.int32(-2**31)
 _TAYLOR = tuple(_f(1 / d) for d in (5040, 720, 120, 24, 6, 2))

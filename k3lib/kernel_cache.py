@@ -25,17 +25,17 @@ from numba.extending import is_jitted
 
 
 SOURCES = {path.name[:-3]: hashlib.sha256(path.read_bytes()).digest()
-           for path in files("k3lib").iterdir() if path.name.endswith(".py")}  # as they were when this process began
+           for path in files("k3lib").iterdir() if path.name.endswith(".py")}  # digests when this module was imported
 
 
 @functools.cache
 def source_digest(module: str) -> str | None:
-    """Digest, in hexadecimal, of the source of k3lib.`module` and of all it imports from k3lib.
+    """Digest, in hexadecimal, of the source of k3lib.`module` and of all modules it imports from k3lib.
 
-    None if one of these files has changed since this module was imported.
+    None if one of these files has changed since `kernel_cache` was imported.
     """
     names, total = [module], hashlib.sha256()
-    for name in names:  # the list grows while it is read
+    for name in names:  # the loop adds to this list
         path = files("k3lib") / f"{name}.py"
         text = path.read_bytes() if path.is_file() else b""
         digest = hashlib.sha256(text).digest()
@@ -48,7 +48,7 @@ def source_digest(module: str) -> str | None:
 
 
 def cache_folders() -> Iterator[Path]:
-    "Folders that may hold entries. Entries are looked for in all of them and kept in the first that can be written."
+    "Folders that may hold entries. All of them are searched; a new entry goes to the first that can be written."
     if numba.config.CACHE_DIR:
         yield Path(numba.config.CACHE_DIR)
         return
@@ -60,17 +60,17 @@ def cache_folders() -> Iterator[Path]:
 
 @functools.cache
 def say_uncached(reasons: str) -> None:
-    "One line on stderr, once for the same reasons."
+    "Print one line to stderr: no folder can keep entries, for these `reasons`. The same reasons are printed once."
     print(f"k3: kernels are compiled anew in every process, because no folder can keep them ({reasons}). "
           "Set NUMBA_CACHE_DIR to a folder that can be written.", file=sys.stderr)
 
 
 MAX_ENTRIES = 32  # of one kernel in one folder; the oldest are deleted
-_NO_EFFECT = ("NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NUMBA_DEBUG_CACHE")
+_NO_EFFECT = ("NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NUMBA_DEBUG_CACHE")  # settings that change no machine code
 
 
 class KernelCache(NullCache):
-    "Machine code of one kernel of k3lib on disk. Numba asks it before it compiles and tells it what it compiled."
+    "Machine code of one kernel of k3lib on disk. Numba calls load_overload before it compiles, save_overload after."
 
     def __init__(self, function: Callable, digest: str):
         self._name = f"{function.__module__.removeprefix('k3lib.')}.{function.__qualname__}"
@@ -79,11 +79,11 @@ class KernelCache(NullCache):
         self._made_by = digest, sys.version, numba.__version__, llvmlite.__version__, settings
 
     def _file_name(self, signature, codegen):
-        question = repr((self._made_by, self._name, str(signature), codegen.magic_tuple()))
-        return f"{self._name}-{hashlib.sha256(question.encode()).hexdigest()[:24]}.kernel"
+        made_from = repr((self._made_by, self._name, str(signature), codegen.magic_tuple()))
+        return f"{self._name}-{hashlib.sha256(made_from.encode()).hexdigest()[:24]}.kernel"
 
     def load_overload(self, sig: Any, target_context: Any) -> CompileResult | None:
-        "The compiled kernel, or None if no folder holds a sound entry."
+        "The compiled kernel, or None if no folder holds a valid entry."
         target_context.refresh()
         name = self._file_name(sig, target_context.codegen())
         for folder in cache_folders():
@@ -93,13 +93,13 @@ class KernelCache(NullCache):
                     signature, payload = pickle.loads(data[32:])
                     if signature == sig:
                         return CompileResult._rebuild(target_context, *payload)
-            except Exception:  # no entry, or a damaged one; what damage raises cannot be listed, and compiling mends it
+            except Exception:  # no entry, or a damaged one, which may raise anything; numba then compiles
                 continue
         return None
 
     def save_overload(self, sig: Any, data: CompileResult) -> None:
-        "Keep the kernel that numba has compiled. A folder that cannot be written is passed over; never an exception."
-        if data.library.has_dynamic_globals:  # addresses of this process are in its code
+        "Write the compiled kernel to the first folder that can be written. If none can, say so on stderr."
+        if data.library.has_dynamic_globals:  # the code contains addresses of this process
             return
         payload = dumps((sig, data._reduce()))
         name, reasons = self._file_name(sig, data.codegen), []
@@ -119,7 +119,7 @@ class KernelCache(NullCache):
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # another process may delete the same ones
+        with contextlib.suppress(OSError):  # another process may delete the same files
             entries = sorted(path.parent.glob(f"{self._name}-*.kernel"), key=os.path.getmtime)
             for old in entries[:-MAX_ENTRIES]:
                 old.unlink(missing_ok=True)
@@ -140,12 +140,12 @@ def _compiled(function, options):
 
 
 def kernel(function: _F) -> _F:
-    "Compile a function that Python calls. It releases the GIL, and the machine code of k3lib's own is kept on disk."
+    "Compile a function that Python calls. It releases the GIL. Machine code of k3lib's functions is kept on disk."
     return _compiled(function, _KERNEL)
 
 
 def inner(function: _F) -> _F:
-    "Compile a function that only kernels call. It owns no array and counts no references, and is kept as `kernel` is."
+    "Compile a function that only kernels call. It counts no references to arrays. Kept on disk like a `kernel`."
     return _compiled(function, _KERNEL | _INNER)
 
 

@@ -108,14 +108,14 @@ class _Packed(_Rows):
         self.shape = [self.shape[0], builder.mul(self.shape[1], ir.Constant(self.shape[1].type, 2))]
 
     def pointer(self, row, m):
-        "Pointer to the byte that holds element m, an even one."
+        "Pointer to the byte that holds elements m and m+1 of a row; m is even."
         b = self.builder
         return b.gep(self.data, [b.lshr(b.add(b.mul(row, self.shape[1]), m), ir.Constant(m.type, 1))])
 
     def prefetch(self, rows, m):
         b = self.builder
-        after = b.add(rows[0], ir.Constant(m.type, len(rows)))
-        emit_prefetch(b, self.pointer(after, b.mul(m, ir.Constant(m.type, len(rows)))))
+        next_rows = b.add(rows[0], ir.Constant(m.type, len(rows)))
+        emit_prefetch(b, self.pointer(next_rows, b.mul(m, ir.Constant(m.type, len(rows)))))
 
     def step(self, row, m):
         "Twice the even weights of the group at m, twice the odd ones, half its scale."
@@ -136,7 +136,7 @@ class _Packed(_Rows):
 
 
 def _matrix(context, builder, kind, w):
-    "What writes code for the matrix `w`: an array, or the pair (packed, scale)."
+    "The object that writes code for the matrix `w`, which is an array or the pair (packed, scale)."
     return (_Packed if isinstance(kind, types.BaseTuple) else _Plain)(context, builder, kind, w)
 
 
@@ -181,9 +181,9 @@ def _add_step(typingctx, w, rows, x, tokens, at, acc):
 
 @intrinsic
 def _add_last_step(typingctx, w, rows, x, tokens, at, acc):
-    """The same for `count` elements, where (m, column, count) = at and 0 < count <= 16.
+    """Like _add_step, for `count` elements, where (m, column, count) = at and 0 < count <= 16.
 
-    A row of MXFP4 has whole groups only, so there this step is compiled to nothing and never run.
+    For MXFP4 the result is `acc` itself: a row of MXFP4 has whole groups only, so this step never runs.
     """
     def codegen(context, builder, sig, args):
         if isinstance(sig.args[0], types.BaseTuple):
@@ -242,7 +242,7 @@ TILE = 16  # rows that stay in the cache while all tokens pass
 
 @inner
 def _four_by_four(w, begin, end, x, tokens, out, first):
-    "out[tokens, first+r] for the rows r from begin to end of w, a multiple of four."
+    "out[tokens, first+r] = w[r] . x[tokens] for the rows r in begin..end of w, whose number is a multiple of four."
     for r in range(begin, end, 4):
         products(w, (r, r + 1, r + 2, r + 3), x, tokens, 0, out, (tokens[0], first + r))
 
@@ -281,14 +281,14 @@ def matmul_rows(w, x, out, first):
     """out[:, first:first+m] = x w^T for the m rows of `w`, on the calling thread alone.
 
     `w`: an array uint16 (bf16 bits) or float32 [m, k] with `x` = padded(x), or (packed, scale), uint8 [m, k/2] and
-    [m, k/32], with `x` = deinterleaved(x). `out`: float32 [T, n]. All in C order. Nothing looks whether shapes fit.
+    [m, k/32], with `x` = deinterleaved(x). `out`: float32 [T, n]. All in C order. Shapes are not checked.
     """
     for tile in range((_shape(w)[0] + TILE - 1) // TILE):
         _tile(w, x, out, first, tile)
 
 
 def line_aligned(shape: tuple[int, ...]) -> np.ndarray:
-    "float32 zeros that begin on a cache line, so that no load of sixteen floats straddles two."
+    "float32 zeros of `shape` that begin on a cache line, so that no load of sixteen floats straddles two."
     size = math.prod(shape)
     raw = np.zeros(size + 16, np.float32)
     start = -raw.__array_interface__["data"][0] % 64 // 4
@@ -296,7 +296,7 @@ def line_aligned(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def padded(x: np.ndarray) -> np.ndarray:
-    "`x` [T, k] as bf16 and float32 kernels take it: float32 [T, k rounded up to 16], every row on a cache line."
+    "`x` [T, k] as bf16 and float32 kernels take it: float32 [T, k rounded up to 16], each row begins a cache line."
     T, k = x.shape
     out = line_aligned((T, k + -k % LANES))
     out[:, :k] = x
@@ -312,7 +312,7 @@ def deinterleaved(x: np.ndarray) -> np.ndarray:
 
 
 class Matrix(Protocol):
-    "What every matrix answers, resident or streamed, of any format."
+    "What every matrix offers, resident or streamed, in any format."
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -330,7 +330,7 @@ class Matrix(Protocol):
 
 
 def _multiply(w, x, out, threads):
-    "out = x w^T, shared among `threads` threads if it is worth that; x as the kernels take it."
+    "out = x w^T, on `threads` threads if the work is worth sharing; `x` from padded() or deinterleaved()."
     n = out.shape[1]
     parallel_for(threads_for(x.size * n, threads), -(-n // TILE), _shared_matmul, w, x, out)
 
@@ -383,7 +383,7 @@ class PackedMatrix(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        "Rows n and columns k, two to a byte."
+        "Rows n and columns k; a byte holds two columns."
         n, half = self.packed.shape
         return n, 2 * half
 
@@ -400,11 +400,11 @@ class PackedMatrix(NamedTuple):
 
 
 class NotFinite(ArithmeticError):
-    """An infinity or a NaN where a finite number must come out.
+    """A result is infinite or NaN.
 
-    `rows`: (first, end) of the rows of the matrix behind it, None if no matrix is. `matrix`: which matrix of an expert
-    it is, if the layer that multiplies is the only one to know. `tensor`: the name of the weight that was used last,
-    "" until the model fills it in, because layers know no names.
+    `rows`: (first, end) of the matrix rows that gave the result, None if no matrix did. `matrix`: which matrix of an
+    expert has these rows, None if the matrix belongs to no expert. `tensor`: the name of the weight that was used last;
+    layers know no names, so it is "" until the model sets it.
     """
 
     def __init__(self, message: str, rows: tuple[int, int] | None = None, matrix: Any = None, tensor: str = "") -> None:
@@ -412,7 +412,7 @@ class NotFinite(ArithmeticError):
         self.rows, self.matrix, self.tensor = rows, matrix, tensor
 
 
-_INFINITE = np.int32(0x7f800000)  # infinity's bits, and below every NaN's; signs aside
+_INFINITE = np.int32(0x7f800000)  # bits of infinity; those of a NaN, without its sign, are larger
 
 
 @kernel
@@ -439,7 +439,7 @@ def check_product(out: np.ndarray, x: np.ndarray, rows_of: Callable[[int], tuple
     bad = first_not_finite(out)
     if bad >= 0:
         t, r = divmod(int(bad), out.shape[1])
-        what = "a finite" if np.isfinite(x).all() else "an overflowing"
+        what = "a finite" if np.isfinite(x).all() else "an infinite or NaN"
         raise NotFinite(f"output row {r} is {out[t, r]} for token {t} of the chunk, from {what} input, "
                         "expected a finite number", rows_of(r), matrix)
 

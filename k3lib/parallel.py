@@ -21,7 +21,7 @@ from k3lib.simd import element_pointer
 
 CORES = numba.config.NUMBA_NUM_THREADS  # cores this process may use
 EXHAUSTED = 1 << 62  # a cursor whose next item is at least this has no items left
-CHUNKS_PER_THREAD = 8  # of equal work: few, as a chunk's start costs something; enough that all threads end together
+CHUNKS_PER_THREAD = 8  # few, as starting a chunk takes time; enough that all threads end at almost the same time
 
 _NEXT, _DONE, _CHUNK, _AT_WORK = range(4)
 
@@ -43,20 +43,20 @@ def next_item(cursor):
 
 @inner
 def next_chunk(cursor, n):
-    "(begin, end) of the next chunk of range(n); begin >= n if no chunk is left. `cursor` is what parallel_for gives."
+    "(begin, end) of the next chunk of range(n); begin >= n if no chunk is left. `cursor`: from parallel_for."
     begin = _add(cursor, _NEXT, cursor[_CHUNK])
     return begin, min(begin + cursor[_CHUNK], n)
 
 
 @inner
 def chunk_done(cursor, begin, end):
-    "Say that the items of a chunk are done and their results stored."
+    "Count the items begin..end of a chunk as done. Their results must be stored before."
     _add(cursor, _DONE, end - begin)
 
 
 @kernel
 def _all_done(cursor, n):
-    "Whether all n items are done, now or within some microseconds."
+    "Wait a few microseconds for all n items to be done. Returns whether they are."
     for _ in range(1000):
         if _add(cursor, _DONE, 0) >= n:
             return True
@@ -68,9 +68,9 @@ def _add_from_python(cursor, i, n):
     return _add(cursor, i, n)
 
 
-_tasks: SimpleQueue = SimpleQueue()  # at which helpers wait
-_helpers: list[int] = []  # their identities
-_process = os.getpid()  # whose threads they are
+_tasks: SimpleQueue = SimpleQueue()  # where helpers wait for tasks
+_helpers: list[int] = []  # thread identifiers of the helpers
+_process = os.getpid()  # the process that started them
 
 
 def _forget_helpers():
@@ -79,24 +79,24 @@ def _forget_helpers():
 
 
 def _help(tasks):
-    "A helper's life: take a task, run its kernel, say what the kernel raised."
+    "The loop of a helper: take a task, run its kernel, append what the kernel raised to the task's `errors`."
     while True:
         kernel, args, cursor, errors = tasks.get()
         _add_from_python(cursor, _AT_WORK, 1)
         try:
             kernel(*args, cursor)
-        except BaseException as error:  # whatever it is, the caller must hear of it
+        except BaseException as error:  # parallel_for raises it in the caller
             errors.append(error)
         finally:
             _add_from_python(cursor, _AT_WORK, -1)
-        del kernel, args, cursor, errors  # or an idle helper would keep the arrays
+        del kernel, args, cursor, errors  # or an idle helper would keep the arrays alive
 
 
 MIN_PARALLEL_MACS = 1 << 21  # with fewer the caller alone is done before a second thread could help
 
 
 def threads_for(macs: int, threads: int) -> int:
-    "How many of `threads` threads so many multiply-adds are worth: all or one."
+    "The number of threads to use for `macs` multiply-adds: `threads` if the work is worth sharing, else 1."
     return threads if macs >= MIN_PARALLEL_MACS else 1
 
 
@@ -113,7 +113,7 @@ def parallel_for(threads: int, n: int, kernel: Callable, *args: Any) -> None:
     errors: list[BaseException] = []
     if threads == 1:
         return kernel(n, *args, cursor)
-    kernel(0, *args, np.zeros_like(cursor))  # compiles
+    kernel(0, *args, np.zeros_like(cursor))  # compiles the kernel
     if _process != os.getpid():
         _forget_helpers()
     while len(_helpers) < min(threads, CORES) - 1:

@@ -45,7 +45,7 @@ def element_pointer(context: BaseContext, builder: ir.IRBuilder, array_type: typ
 
 
 def call_llvm(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
-    "A call of LLVM's function `name`, one of those that become an instruction where the CPU has it."
+    "Write a call of LLVM's function `name`, which becomes one instruction where the CPU has it. Returns its result."
     kind = ir.FunctionType(result, [a.type for a in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
@@ -62,9 +62,9 @@ def emit_zeros() -> ir.Value:
 
 def emit_splat(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     "The scalar x in all sixteen lanes."
-    nothing = ir.Constant(ir.VectorType(x.type, LANES), ir.Undefined)
-    v = builder.insert_element(nothing, x, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(v, nothing, _constant(_I32, 0))
+    undefined = ir.Constant(ir.VectorType(x.type, LANES), ir.Undefined)
+    v = builder.insert_element(undefined, x, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(v, undefined, _constant(_I32, 0))
 
 
 def _element(dtype):
@@ -112,14 +112,14 @@ def emit_sum(builder: ir.IRBuilder, v: ir.Value) -> ir.Value:
     n = LANES // 2
     while n:
         low, high = (ir.Constant(ir.VectorType(_I32, n), list(range(k, k + n))) for k in (0, n))
-        nothing = ir.Constant(v.type, ir.Undefined)
-        v = builder.fadd(builder.shuffle_vector(v, nothing, low), builder.shuffle_vector(v, nothing, high))
+        undefined = ir.Constant(v.type, ir.Undefined)
+        v = builder.fadd(builder.shuffle_vector(v, undefined, low), builder.shuffle_vector(v, undefined, high))
         n //= 2
     return builder.extract_element(v, ir.Constant(_I32, 0))
 
 
 def emit_prefetch(builder: ir.IRBuilder, pointer: ir.Value) -> None:
-    "Ask for the cache line at `pointer`. Nothing is read, so the pointer may lie behind the end of an array."
+    "Hint that the cache line at `pointer` will be read. A hint cannot fault, so `pointer` may lie past an array's end."
     hints = (ir.Constant(_I32, n) for n in (0, 3, 1))  # to read; keep in every cache; data
     call_llvm(builder, "llvm.prefetch", ir.VoidType(), builder.bitcast(pointer, _I8.as_pointer()), *hints)
 
@@ -195,8 +195,8 @@ def float_of_bits(typingctx, i):
     return types.float32(types.int32), lambda context, builder, sig, args: builder.bitcast(args[0], _F32)
 
 
-TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-HALF_SCALE = SCALE / 2
+TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the value of each code
+HALF_SCALE = SCALE / 2  # float32 [256]: half the value of each scale byte
 
 
 def _codes(builder, packed, high):
@@ -229,7 +229,7 @@ def _by_floats(context, builder, packed, high):
 
 
 def _target(context):
-    "What code is made for: (instruction set, list of features)."
+    "(instruction set, list of features) of the CPU that code is made for."
     triple, _, features = context.codegen().magic_tuple()
     return triple.split("-")[0].replace("arm64", "aarch64"), features.split(",")
 
@@ -246,7 +246,7 @@ def nibble_lookups(context: BaseContext) -> Iterator[Callable]:
 
 def emit_nibbles(context: BaseContext, builder: ir.IRBuilder, pointer: ir.Value,
                  lookup: Callable | None = None) -> tuple[ir.Value, ir.Value]:
-    "Twice the values of the low nibbles and of the high nibbles of the sixteen bytes at `pointer`."
+    "(low, high): twice the values of the low and of the high nibbles of the sixteen bytes at `pointer`, as float32."
     lookup = lookup or next(nibble_lookups(context))
     packed = builder.load(builder.bitcast(pointer, ir.VectorType(_I8, LANES).as_pointer()), align=1)
     high = lookup(context, builder, packed, True)  # first: its shift needs the bytes unchanged
@@ -254,14 +254,14 @@ def emit_nibbles(context: BaseContext, builder: ir.IRBuilder, pointer: ir.Value,
 
 
 def _half(builder, v, first):
-    "Sixteen neighbours of thirty-two, from lane `first` on."
+    "Sixteen of the thirty-two lanes of `v`, from lane `first` on."
     return builder.shuffle_vector(v, v, _constant(_I32, list(range(first, first + LANES))))
 
 
 def _words_to_floats(builder, words):
     "Thirty-two bf16 words as two vectors of sixteen float32, by permutation."
     upper = builder.asm(ir.FunctionType(_I32, [_I32]), "", "=r,0", [ir.Constant(_I32, 0xaaaaaaaa)], side_effect=False)
-    upper.attributes.add("readnone")  # so that it stands once, outside the loop
+    upper.attributes.add("readnone")  # so that LLVM moves it out of the loop
     upper = builder.bitcast(upper, ir.VectorType(ir.IntType(1), 2 * LANES))
     for first in (0, LANES):
         order = ir.Constant(words.type, [first + i // 2 for i in range(2 * LANES)])

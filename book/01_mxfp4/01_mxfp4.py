@@ -41,8 +41,8 @@ seed = 0
 # %% [markdown]
 # ## 1.1.1 By hand: one block
 #
-# A code is a tiny floating-point number. Exponent field 0 means no hidden one (a subnormal), as in IEEE formats. The
-# exponent's bias is 1, and there is neither infinity nor NaN. Sixteen values make the whole table.
+# A code is a tiny floating-point number. Exponent field 0 means that there is no hidden leading 1 (a subnormal), as in
+# IEEE formats. The exponent's bias is 1, and there is neither infinity nor NaN. Sixteen values make the whole table.
 
 # %%
 def e2m1(code):
@@ -61,8 +61,8 @@ GROUP = 32  # elements that share one scale byte
 
 # %% [markdown]
 # `SCALE` holds the meaning of every scale byte: $2^{e-127}$, and NaN for 255. Take sixteen bytes and one scale byte,
-# 126, which stands for a half. The first byte is `0x2f`: its low nibble `f` is weight 0, its high nibble `2` is
-# weight 1. A byte reads right to left.
+# 126, which stands for a half. The first byte is `0x2f`: its low nibble `f` is weight 0, its high nibble `2` is weight
+# 1. In each byte the low nibble comes first.
 
 # %%
 assert E2M1.tolist() == [e2m1(code) for code in range(16)]
@@ -79,7 +79,7 @@ for j, byte in enumerate(block[:4]):
 # $$w_i = 2^{e-127}\, v_{c_i}$$
 #
 # The scale has no mantissa, so the multiplication only moves the exponent: it is exact as long as the result fits
-# float32. The standard gives byte 255 to NaN.
+# float32. In the standard, byte 255 means NaN.
 
 # %% tags=["export"]
 def decode(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -98,8 +98,7 @@ by_hand[:8]
 
 # %% [markdown]
 # The fixture `fixtures/ops/mxfp4` was computed by another library in float64. Its table holds every code under every
-# scale byte from 0 to 254. `decode` must give it **exactly**; the only difference allowed is the overflow of float32
-# itself.
+# scale byte from 0 to 254. `decode` must reproduce the table **exactly**; it may differ only where float32 overflows.
 
 # %%
 fixture = {name: array.copy() for name, array in load_file(ROOT / "fixtures/ops/mxfp4.safetensors").items()}

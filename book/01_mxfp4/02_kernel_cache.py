@@ -3,7 +3,7 @@
 #
 # The arithmetic of this book is written in Python and compiled to machine code by numba. Compiling takes about a minute
 # for the whole package, so the machine code is kept on disk. At the end of this chapter you can say when kept machine
-# code is right to use, and show an edit after which numba's own cache gives a wrong answer. You need it when you change
+# code is still valid, and show an edit after which numba's own cache gives a wrong answer. You need it when you change
 # a kernel; skip it on a first reading.
 #
 # [1.1 Four bits a weight](01_mxfp4.ipynb) ·
@@ -46,7 +46,7 @@ from numba.extending import is_jitted
 # | signature | the types a kernel is called with; each signature is compiled for itself |
 # | to inline | to copy the machine code of a called function into its caller |
 # | entry | a file with the machine code of one kernel for one signature and one CPU |
-# | digest | SHA-256 of some text: equal digests, equal text |
+# | digest | SHA-256 of a text; texts with equal digests are equal |
 #
 # ## 1.2.1 What compiling costs
 #
@@ -114,23 +114,24 @@ assert answers == ["20", "20"]
 # is taken over its source *and the sources of all modules it imports from `k3lib`*, directly or not. An edit of a table
 # in `mxfp4` recompiles the product; an edit of the command line recompiles nothing.
 #
-# A process may run for days, as Jupyter's do, and a source may change meanwhile. Its kernels are then made from the old
-# text, and the file holds the new one. Sources are therefore read when this module is imported. A module whose sources
-# have changed since gets no digest, and without a digest machine code is neither kept nor taken.
+# A process may run for days, as a notebook's does, and a source file may change meanwhile. The kernels of the process
+# are then made from the old text, but the file holds the new one. Sources are therefore read when this module is
+# imported. A module whose sources have changed since then gets no digest, and without a digest its machine code is
+# neither stored nor loaded.
 
 # %% tags=["export"]
 SOURCES = {path.name[:-3]: hashlib.sha256(path.read_bytes()).digest()
-           for path in files("k3lib").iterdir() if path.name.endswith(".py")}  # as they were when this process began
+           for path in files("k3lib").iterdir() if path.name.endswith(".py")}  # digests when this module was imported
 
 
 @functools.cache
 def source_digest(module: str) -> str | None:
-    """Digest, in hexadecimal, of the source of k3lib.`module` and of all it imports from k3lib.
+    """Digest, in hexadecimal, of the source of k3lib.`module` and of all modules it imports from k3lib.
 
-    None if one of these files has changed since this module was imported.
+    None if one of these files has changed since `kernel_cache` was imported.
     """
     names, total = [module], hashlib.sha256()
-    for name in names:  # the list grows while it is read
+    for name in names:  # the loop adds to this list
         path = files("k3lib") / f"{name}.py"
         text = path.read_bytes() if path.is_file() else b""
         digest = hashlib.sha256(text).digest()
@@ -150,13 +151,14 @@ assert source_digest("no_such_module") is None
 # %% [markdown]
 # ## 1.2.4 Where entries lie
 #
-# In `NUMBA_CACHE_DIR` if that is set. Otherwise beside Python's own compiled files, in `k3lib/__pycache__`; where the
-# package is installed read-only, in the user's cache folder. A container may have neither. Then kernels are compiled in
-# every process, which takes a minute and no more: one line says so, and nothing fails.
+# Entries are written to the folder `NUMBA_CACHE_DIR` if that variable is set. Otherwise they are written beside
+# Python's own compiled files, in `k3lib/__pycache__`, or in the user's cache folder where the package is installed
+# read-only. In a container, none of these may be writable. Then every process compiles its kernels again, which takes a
+# minute: one line on stderr says so, and nothing fails.
 
 # %% tags=["export"]
 def cache_folders() -> Iterator[Path]:
-    "Folders that may hold entries. Entries are looked for in all of them and kept in the first that can be written."
+    "Folders that may hold entries. All of them are searched; a new entry goes to the first that can be written."
     if numba.config.CACHE_DIR:
         yield Path(numba.config.CACHE_DIR)
         return
@@ -168,7 +170,7 @@ def cache_folders() -> Iterator[Path]:
 
 @functools.cache
 def say_uncached(reasons: str) -> None:
-    "One line on stderr, once for the same reasons."
+    "Print one line to stderr: no folder can keep entries, for these `reasons`. The same reasons are printed once."
     print(f"k3: kernels are compiled anew in every process, because no folder can keep them ({reasons}). "
           "Set NUMBA_CACHE_DIR to a folder that can be written.", file=sys.stderr)
 
@@ -177,19 +179,19 @@ def say_uncached(reasons: str) -> None:
 # ## 1.2.5 An entry
 #
 # The file's name holds a digest of everything that decides the machine code: the sources, the kernel's name, the
-# signature, the CPU, the versions of numba, LLVM and Python, and numba's settings. A different question has a different
-# name, so two processes never overwrite each other's answer with another one.
+# signature, the CPU, the versions of numba, LLVM and Python, and numba's settings. If one of these differs, the name
+# differs, so a process only ever overwrites an entry with an equivalent one.
 #
-# The file begins with the digest of its contents. A file cut short by a full disk or a power cut fails that test. It is
-# compiled again and replaced, as is one that cannot be read for any other reason.
+# The file begins with the digest of its contents. A file truncated by a full disk or a power cut fails that test. Its
+# kernel is compiled again and the file is replaced. The same happens if a file cannot be read for any other reason.
 
 # %% tags=["export"]
 MAX_ENTRIES = 32  # of one kernel in one folder; the oldest are deleted
-_NO_EFFECT = ("NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NUMBA_DEBUG_CACHE")
+_NO_EFFECT = ("NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NUMBA_DEBUG_CACHE")  # settings that change no machine code
 
 
 class KernelCache(NullCache):
-    "Machine code of one kernel of k3lib on disk. Numba asks it before it compiles and tells it what it compiled."
+    "Machine code of one kernel of k3lib on disk. Numba calls load_overload before it compiles, save_overload after."
 
     def __init__(self, function: Callable, digest: str):
         self._name = f"{function.__module__.removeprefix('k3lib.')}.{function.__qualname__}"
@@ -198,11 +200,11 @@ class KernelCache(NullCache):
         self._made_by = digest, sys.version, numba.__version__, llvmlite.__version__, settings
 
     def _file_name(self, signature, codegen):
-        question = repr((self._made_by, self._name, str(signature), codegen.magic_tuple()))
-        return f"{self._name}-{hashlib.sha256(question.encode()).hexdigest()[:24]}.kernel"
+        made_from = repr((self._made_by, self._name, str(signature), codegen.magic_tuple()))
+        return f"{self._name}-{hashlib.sha256(made_from.encode()).hexdigest()[:24]}.kernel"
 
     def load_overload(self, sig: Any, target_context: Any) -> CompileResult | None:
-        "The compiled kernel, or None if no folder holds a sound entry."
+        "The compiled kernel, or None if no folder holds a valid entry."
         target_context.refresh()
         name = self._file_name(sig, target_context.codegen())
         for folder in cache_folders():
@@ -212,20 +214,21 @@ class KernelCache(NullCache):
                     signature, payload = pickle.loads(data[32:])
                     if signature == sig:
                         return CompileResult._rebuild(target_context, *payload)
-            except Exception:  # no entry, or a damaged one; what damage raises cannot be listed, and compiling mends it
+            except Exception:  # no entry, or a damaged one, which may raise anything; numba then compiles
                 continue
         return None
 
 
 # %% [markdown]
-# Keeping an entry writes a file beside its name and renames it, so another process reads all of it or none. Every edit
-# makes new names. So that the folder does not grow for ever, the oldest entries of the same kernel are deleted.
+# An entry is written to a temporary file, which is then renamed, so another process reads a whole entry or none. Every
+# edit leads to new file names. So that the folder does not grow for ever, the oldest entries of the same kernel are
+# deleted.
 
 # %% tags=["export"]
 class KernelCache(KernelCache):
     def save_overload(self, sig: Any, data: CompileResult) -> None:
-        "Keep the kernel that numba has compiled. A folder that cannot be written is passed over; never an exception."
-        if data.library.has_dynamic_globals:  # addresses of this process are in its code
+        "Write the compiled kernel to the first folder that can be written. If none can, say so on stderr."
+        if data.library.has_dynamic_globals:  # the code contains addresses of this process
             return
         payload = dumps((sig, data._reduce()))
         name, reasons = self._file_name(sig, data.codegen), []
@@ -245,7 +248,7 @@ class KernelCache(KernelCache):
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # another process may delete the same ones
+        with contextlib.suppress(OSError):  # another process may delete the same files
             entries = sorted(path.parent.glob(f"{self._name}-*.kernel"), key=os.path.getmtime)
             for old in entries[:-MAX_ENTRIES]:
                 old.unlink(missing_ok=True)
@@ -254,16 +257,16 @@ class KernelCache(KernelCache):
 # %% [markdown]
 # ## 1.2.6 Two decorators
 #
-# `@kernel` compiles a function that Python calls. It lets other Python threads run meanwhile (`nogil`), because readers
-# go on while a kernel works, and it divides as NumPy does (`error_model`).
+# `@kernel` compiles a function that Python calls. The compiled function lets other Python threads run meanwhile
+# (`nogil`), because reader threads must go on while a kernel works, and it divides as NumPy does (`error_model`).
 #
 # `@inner` compiles a function that only kernels call. Numba counts the users of an array as Python does: a function
-# that is handed one adds one to a counter and takes it off again, atomically. For a matrix taken four rows at a time
-# that can be six atomic steps every microsecond, on counters that all threads share. The caller holds its arrays
-# anyway, so an inner function counts nothing (`_nrt=False`).
+# that receives an array increments the array's counter and decrements it at the end, atomically. For a matrix
+# multiplied four rows at a time that can be six atomic steps every microsecond, on counters that all threads share. The
+# caller holds its arrays anyway, so an inner function counts nothing (`_nrt=False`).
 #
-# A function of a notebook cell is never kept. What it can inline are the other cells, in the order in which you
-# happened to run them, and no file tells that order.
+# The machine code of a function in a notebook cell is never kept. Such a function can inline functions of other cells.
+# Which versions of them it inlines depends on the order in which you ran the cells, and no file records that order.
 
 # %% tags=["export"]
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -281,12 +284,12 @@ def _compiled(function, options):
 
 
 def kernel(function: _F) -> _F:
-    "Compile a function that Python calls. It releases the GIL, and the machine code of k3lib's own is kept on disk."
+    "Compile a function that Python calls. It releases the GIL. Machine code of k3lib's functions is kept on disk."
     return _compiled(function, _KERNEL)
 
 
 def inner(function: _F) -> _F:
-    "Compile a function that only kernels call. It owns no array and counts no references, and is kept as `kernel` is."
+    "Compile a function that only kernels call. It counts no references to arrays. Kept on disk like a `kernel`."
     return _compiled(function, _KERNEL | _INNER)
 
 

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 1.3 Sixteen lanes as one value
 #
-# A sum of floating-point numbers has different bits in a different order. At the end of this chapter you can add in
-# an order that is written down, in a way that every CPU runs fast: sixteen float32 numbers become one value of the
-# language.
+# A sum of floating-point numbers has different bits in a different order. At the end of this chapter you can add in an
+# order that is written down, in a way that every CPU runs fast: sixteen float32 numbers become one value inside a
+# kernel.
 #
 # [1.2 Kernels: compiled once, never stale](02_kernel_cache.ipynb) ·
 # [contents](../README.md) ·
@@ -99,12 +99,13 @@ class _F32x16Model(models.PrimitiveModel):
 # %% [markdown]
 # ## 1.3.3 Functions that write instructions
 #
-# What can be done with such a value is a handful of *intrinsics*. An intrinsic is a Python function that runs while a
-# kernel is compiled. It computes nothing; it writes LLVM instructions into the kernel. `builder` is the pen.
-# `builder.fmul(a, b)` writes one multiplication and returns the name of its result. A Python `for` loop around it
-# writes one instruction each time round and leaves no loop behind. Chapter 1.5 is built on this.
+# Kernels use such a value through a handful of *intrinsics*. An intrinsic is a Python function that runs while a kernel
+# is compiled. It computes nothing; it writes LLVM instructions into the kernel, by calls of a `builder`.
+# `builder.fmul(a, b)` writes one multiplication and returns the name of its result. A Python `for` loop around that
+# call writes one instruction in each iteration, and the kernel contains no loop. Chapter 1.5 is built on this.
 #
-# The writing functions come first, their names begin with `emit_`. Three of LLVM's instructions need a word:
+# The functions that write instructions come first; most of their names begin with `emit_`. Three of LLVM's instructions
+# need an explanation:
 #
 # - `gep` (get element pointer) is arithmetic on addresses: pointer plus index times the size of an element. It reads
 #   nothing.
@@ -123,7 +124,7 @@ def element_pointer(context: BaseContext, builder: ir.IRBuilder, array_type: typ
 
 
 def call_llvm(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
-    "A call of LLVM's function `name`, one of those that become an instruction where the CPU has it."
+    "Write a call of LLVM's function `name`, which becomes one instruction where the CPU has it. Returns its result."
     kind = ir.FunctionType(result, [a.type for a in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
@@ -140,9 +141,9 @@ def emit_zeros() -> ir.Value:
 
 def emit_splat(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     "The scalar x in all sixteen lanes."
-    nothing = ir.Constant(ir.VectorType(x.type, LANES), ir.Undefined)
-    v = builder.insert_element(nothing, x, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(v, nothing, _constant(_I32, 0))
+    undefined = ir.Constant(ir.VectorType(x.type, LANES), ir.Undefined)
+    v = builder.insert_element(undefined, x, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(v, undefined, _constant(_I32, 0))
 
 
 # %% [markdown]
@@ -204,24 +205,24 @@ def emit_sum(builder: ir.IRBuilder, v: ir.Value) -> ir.Value:
     n = LANES // 2
     while n:
         low, high = (ir.Constant(ir.VectorType(_I32, n), list(range(k, k + n))) for k in (0, n))
-        nothing = ir.Constant(v.type, ir.Undefined)
-        v = builder.fadd(builder.shuffle_vector(v, nothing, low), builder.shuffle_vector(v, nothing, high))
+        undefined = ir.Constant(v.type, ir.Undefined)
+        v = builder.fadd(builder.shuffle_vector(v, undefined, low), builder.shuffle_vector(v, undefined, high))
         n //= 2
     return builder.extract_element(v, ir.Constant(_I32, 0))
 
 
 def emit_prefetch(builder: ir.IRBuilder, pointer: ir.Value) -> None:
-    "Ask for the cache line at `pointer`. Nothing is read, so the pointer may lie behind the end of an array."
+    "Hint that the cache line at `pointer` will be read. A hint cannot fault, so `pointer` may lie past an array's end."
     hints = (ir.Constant(_I32, n) for n in (0, 3, 1))  # to read; keep in every cache; data
     call_llvm(builder, "llvm.prefetch", ir.VoidType(), builder.bitcast(pointer, _I8.as_pointer()), *hints)
 
 
 # %% [markdown]
-# ## 1.3.4 The same as functions of a kernel
+# ## 1.3.4 Intrinsics that kernels call
 #
 # An intrinsic gives numba two things: the signature (`result(arguments)`) and the function that writes the code.
-# Kernels then call it like any function. These take flat arrays, and indices that count from 0: nothing looks whether
-# an index fits.
+# Kernels then call it like any function. The intrinsics here take flat arrays, and indices that count from 0. They do
+# not check that an index lies inside the array.
 
 # %% tags=["export"]
 @intrinsic
@@ -277,7 +278,7 @@ def sum16(typingctx, v):
 
 
 # %% [markdown]
-# Scalars need three: the fused multiply-add, and the way from a float32 to its bits and back.
+# Three more intrinsics take scalars: the fused multiply-add, and the conversions from a float32 to its bits and back.
 
 # %% tags=["export"]
 @intrinsic
@@ -301,8 +302,8 @@ def float_of_bits(typingctx, i):
 
 
 # %% [markdown]
-# A kernel now reads like its equation. Lane $l$ takes elements $l$, $l+16$, … in order. No compiler may move them,
-# because nothing here permits it.
+# A kernel now reads like its equation. Lane $l$ takes elements $l$, $l+16$, … in order. No compiler may reorder these
+# additions, because kernels are compiled without `fastmath`.
 
 # %%
 @njit
@@ -368,8 +369,8 @@ for label, (arch, features) in machines.items():
 # subnormal, and byte 255 is still NaN.
 
 # %% tags=["export"]
-TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-HALF_SCALE = SCALE / 2
+TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the value of each code
+HALF_SCALE = SCALE / 2  # float32 [256]: half the value of each scale byte
 
 # %% [markdown]
 # Halving by taking one off the exponent field fails for three bytes. Byte 0 wraps around to minus infinity, so a
@@ -392,8 +393,8 @@ with np.errstate(invalid="ignore"):
 # 1. Arithmetic: from code 2 on, the doubled value is $(2+m) \ll (\mathrm{exponent}-1)$. It works anywhere.
 # 2. A byte shuffle, found in x86 since 2006 and on every 64-bit Arm: the table is one 16-byte register, the codes are
 #    the indices.
-# 3. A float permutation (AVX-512): the table is one register of sixteen floats. It looks at the lowest four bits of
-#    an index only, so the low nibble needs no mask, and nothing is left to convert.
+# 3. A float permutation (AVX-512): the table is one register of sixteen floats. It uses only the lowest four bits of
+#    an index, so the low nibble needs no mask, and nothing is left to convert.
 
 # %% tags=["export"]
 def _codes(builder, packed, high):
@@ -426,13 +427,13 @@ def _by_floats(context, builder, packed, high):
 
 
 # %% [markdown]
-# An instruction that the CPU lacks makes LLVM abort the whole process. So the choice asks what CPU the code is being
-# **made for**. That is not always the machine it is made on: `NUMBA_CPU_NAME=generic` makes code for the oldest
+# An instruction that the CPU lacks makes LLVM abort the whole process. So the look-up is chosen for the CPU that the
+# code is **made for**. That is not always the CPU it is made on: `NUMBA_CPU_NAME=generic` makes code for the oldest
 # x86-64.
 
 # %% tags=["export"]
 def _target(context):
-    "What code is made for: (instruction set, list of features)."
+    "(instruction set, list of features) of the CPU that code is made for."
     triple, _, features = context.codegen().magic_tuple()
     return triple.split("-")[0].replace("arm64", "aarch64"), features.split(",")
 
@@ -449,7 +450,7 @@ def nibble_lookups(context: BaseContext) -> Iterator[Callable]:
 
 def emit_nibbles(context: BaseContext, builder: ir.IRBuilder, pointer: ir.Value,
                  lookup: Callable | None = None) -> tuple[ir.Value, ir.Value]:
-    "Twice the values of the low nibbles and of the high nibbles of the sixteen bytes at `pointer`."
+    "(low, high): twice the values of the low and of the high nibbles of the sixteen bytes at `pointer`, as float32."
     lookup = lookup or next(nibble_lookups(context))
     packed = builder.load(builder.bitcast(pointer, ir.VectorType(_I8, LANES).as_pointer()), align=1)
     high = lookup(context, builder, packed, True)  # first: its shift needs the bytes unchanged
@@ -457,8 +458,8 @@ def emit_nibbles(context: BaseContext, builder: ir.IRBuilder, pointer: ir.Value,
 
 
 # %% [markdown]
-# The high nibbles come first. Their shift is the last to need the bytes untouched, so the permutation of the low ones
-# may overwrite them, and no register has to be cleared for its result.
+# The high nibbles are decoded first, because their shift needs the bytes unchanged. After that the bytes are no longer
+# needed: the permutation of the low nibbles may overwrite the bytes, and no register has to be cleared for its result.
 #
 # All 256 bytes, by each look-up that this CPU has:
 
@@ -496,21 +497,21 @@ nibbles(every[:16].copy())[:16]
 # %% [markdown]
 # ## 1.3.6 Thirty-two bf16 words at once
 #
-# The target decides also how bf16 becomes float32. Zero-extending sixteen words and shifting them up are two vector
+# The target also decides how bf16 becomes float32. Zero-extending sixteen words and shifting them up are two vector
 # instructions. A permutation of words that leaves zeros where its mask is off (AVX-512BW) is one, and takes 32 words
-# from one load. LLVM knows that too, and would "improve" it: permuting with zeros as the second table, three
-# instructions. A line of assembly that does nothing keeps from LLVM that the mask is a constant.
+# from one load. LLVM would replace it by a permutation of two tables, the second of zeros, which takes three
+# instructions. A line of assembly that does nothing prevents this: it hides from LLVM that the mask is a constant.
 
 # %% tags=["export"]
 def _half(builder, v, first):
-    "Sixteen neighbours of thirty-two, from lane `first` on."
+    "Sixteen of the thirty-two lanes of `v`, from lane `first` on."
     return builder.shuffle_vector(v, v, _constant(_I32, list(range(first, first + LANES))))
 
 
 def _words_to_floats(builder, words):
     "Thirty-two bf16 words as two vectors of sixteen float32, by permutation."
     upper = builder.asm(ir.FunctionType(_I32, [_I32]), "", "=r,0", [ir.Constant(_I32, 0xaaaaaaaa)], side_effect=False)
-    upper.attributes.add("readnone")  # so that it stands once, outside the loop
+    upper.attributes.add("readnone")  # so that LLVM moves it out of the loop
     upper = builder.bitcast(upper, ir.VectorType(ir.IntType(1), 2 * LANES))
     for first in (0, LANES):
         order = ir.Constant(words.type, [first + i // 2 for i in range(2 * LANES)])
@@ -556,7 +557,7 @@ assert both(words.astype(np.float32)).tolist() == words[1:].tolist()
 #
 # - A vector of sixteen lanes is a value of the language here. That fixes the order of every sum, and the same IR runs
 #   everywhere.
-# - An intrinsic is a Python function that writes instructions. What the CPU lacks must not be written.
+# - An intrinsic is a Python function that writes instructions. An instruction that the CPU lacks must not be written.
 # - Sixteen codes are decoded by one permutation, one byte shuffle or some arithmetic, to the same floats.
 #
 # ## Exercises

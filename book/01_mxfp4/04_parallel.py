@@ -36,10 +36,9 @@ rounds = 5  # A B A B ... and the median
 # %% [markdown]
 # ## 1.4.1 One counter for all
 #
-# A kernel's work is a range of items: the tiles of a matrix, the heads of a layer. Items are independent, so any
-# thread may take any of them. Threads take *chunks*, runs of neighbouring items, from one counter, the *cursor*. A
-# thread that has done its chunk takes the next one. So all threads end within a chunk of each other, however unequal
-# their cores are.
+# A kernel's work is a range of items: the tiles of a matrix, the heads of a layer. Items are independent, so any thread
+# may take any of them. Threads take *chunks*, runs of neighbouring items, from one shared *cursor*. A thread that has
+# done its chunk takes the next one. So all threads end within the time of one chunk, however unequal their cores are.
 #
 # The cursor is four int64:
 #
@@ -58,7 +57,7 @@ rounds = 5  # A B A B ... and the median
 # %% tags=["export"]
 CORES = numba.config.NUMBA_NUM_THREADS  # cores this process may use
 EXHAUSTED = 1 << 62  # a cursor whose next item is at least this has no items left
-CHUNKS_PER_THREAD = 8  # of equal work: few, as a chunk's start costs something; enough that all threads end together
+CHUNKS_PER_THREAD = 8  # few, as starting a chunk takes time; enough that all threads end at almost the same time
 
 _NEXT, _DONE, _CHUNK, _AT_WORK = range(4)
 
@@ -81,20 +80,20 @@ def next_item(cursor):
 
 @inner
 def next_chunk(cursor, n):
-    "(begin, end) of the next chunk of range(n); begin >= n if no chunk is left. `cursor` is what parallel_for gives."
+    "(begin, end) of the next chunk of range(n); begin >= n if no chunk is left. `cursor`: from parallel_for."
     begin = _add(cursor, _NEXT, cursor[_CHUNK])
     return begin, min(begin + cursor[_CHUNK], n)
 
 
 @inner
 def chunk_done(cursor, begin, end):
-    "Say that the items of a chunk are done and their results stored."
+    "Count the items begin..end of a chunk as done. Their results must be stored before."
     _add(cursor, _DONE, end - begin)
 
 
 @kernel
 def _all_done(cursor, n):
-    "Whether all n items are done, now or within some microseconds."
+    "Wait a few microseconds for all n items to be done. Returns whether they are."
     for _ in range(1000):
         if _add(cursor, _DONE, 0) >= n:
             return True
@@ -126,25 +125,25 @@ def busy(n, sums, cursor):
 # %% [markdown]
 # ## 1.4.2 Who the threads are
 #
-# The threads are the caller and *helpers*, which wait at a queue. A kernel gives up the interpreter's lock while it
-# runs, so Python's threads really run side by side.
+# The threads are the caller and *helpers*, which wait at a queue. A kernel releases the interpreter's lock while it
+# runs, so several Python threads compute at the same time.
 #
 # Numba's `prange` would write all this for us. Three things speak against it. It takes the loop apart and compiles it
 # once more. A dozen kernels have to be ready before a first token, and with `prange` that took a third longer. Some of
-# its layers of threads may not be called by two threads at once. Others spin while they wait, on cores that chapter 5
+# its threading layers may not be called by two threads at once. Others spin while they wait, on cores that chapter 5
 # needs for reading.
 #
 # Python's own thread pool hands over work through several locks. An interrupt at the wrong moment leaves one of them
 # locked for ever. A `SimpleQueue` hands over in one call that an interrupt cannot divide. `threading.Thread.start`
 # has the same trouble: it waits, at a lock, until the new thread runs. `_thread.start_new_thread` does not wait.
 #
-# A process that is forked off has none of its parent's threads. It sees that it is not the process whose helpers these
-# are, and begins with a new queue.
+# A forked process has none of its parent's threads. It finds that another process started the helpers, and begins with
+# a new queue and no helpers.
 
 # %% tags=["export"]
-_tasks: SimpleQueue = SimpleQueue()  # at which helpers wait
-_helpers: list[int] = []  # their identities
-_process = os.getpid()  # whose threads they are
+_tasks: SimpleQueue = SimpleQueue()  # where helpers wait for tasks
+_helpers: list[int] = []  # thread identifiers of the helpers
+_process = os.getpid()  # the process that started them
 
 
 def _forget_helpers():
@@ -153,17 +152,17 @@ def _forget_helpers():
 
 
 def _help(tasks):
-    "A helper's life: take a task, run its kernel, say what the kernel raised."
+    "The loop of a helper: take a task, run its kernel, append what the kernel raised to the task's `errors`."
     while True:
         kernel, args, cursor, errors = tasks.get()
         _add_from_python(cursor, _AT_WORK, 1)
         try:
             kernel(*args, cursor)
-        except BaseException as error:  # whatever it is, the caller must hear of it
+        except BaseException as error:  # parallel_for raises it in the caller
             errors.append(error)
         finally:
             _add_from_python(cursor, _AT_WORK, -1)
-        del kernel, args, cursor, errors  # or an idle helper would keep the arrays
+        del kernel, args, cursor, errors  # or an idle helper would keep the arrays alive
 
 
 # %% [markdown]
@@ -175,28 +174,27 @@ MIN_PARALLEL_MACS = 1 << 21  # with fewer the caller alone is done before a seco
 
 
 def threads_for(macs: int, threads: int) -> int:
-    "How many of `threads` threads so many multiply-adds are worth: all or one."
+    "The number of threads to use for `macs` multiply-adds: `threads` if the work is worth sharing, else 1."
     return threads if macs >= MIN_PARALLEL_MACS else 1
 
 
 # %% [markdown]
 # ## 1.4.3 parallel_for
 #
-# When no chunk is left the caller does not wait until the helpers say that they have ended: for that each of them
-# would have to take the interpreter's lock. What counts is that every chunk is done. A helper that wakes late finds
-# no chunk and touches nothing.
+# The caller waits until every chunk is done, not until the helpers report that they have ended: to report it, each
+# helper would have to take the interpreter's lock. A helper that wakes late finds no chunk and touches nothing.
 #
 # What holds at every moment, Ctrl-C included:
 #
 # - A helper touches the caller's arrays only between the two changes of `_AT_WORK`, and only for chunks that it took.
-# - After `_NEXT` was set to `EXHAUSTED` no thread takes another chunk.
+# - After `EXHAUSTED` is added to `_NEXT`, no thread takes another chunk.
 # - So once `_NEXT` is exhausted and `_AT_WORK` is zero, the arrays are the caller's alone. When the caller leaves
 #   with an error, it first makes both true. When it leaves without one, all items are done, and a helper that is
 #   still inside the kernel has no chunk.
 #
-# An interrupt may come between any two lines. Everything that must be taken back is therefore inside the `try`. And
-# the kernel is compiled before that, in the caller, by a call for no items: a compilation takes a second, and the
-# caller hears Ctrl-C during it. In a helper it would be waited for.
+# An interrupt may come between any two lines. Everything that must be undone is therefore inside the `try`. The kernel
+# is compiled before the `try`, by a call for no items. A compilation takes a second. In the caller, Ctrl-C ends it; if
+# a helper compiled, the caller would have to wait for it.
 
 # %% tags=["export"]
 def parallel_for(threads: int, n: int, kernel: Callable, *args: Any) -> None:
@@ -212,7 +210,7 @@ def parallel_for(threads: int, n: int, kernel: Callable, *args: Any) -> None:
     errors: list[BaseException] = []
     if threads == 1:
         return kernel(n, *args, cursor)
-    kernel(0, *args, np.zeros_like(cursor))  # compiles
+    kernel(0, *args, np.zeros_like(cursor))  # compiles the kernel
     if _process != os.getpid():
         _forget_helpers()
     while len(_helpers) < min(threads, CORES) - 1:

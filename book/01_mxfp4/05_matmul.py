@@ -81,9 +81,9 @@ seed = 0
 # %% [markdown]
 # ## 1.5.1 By hand: half a float
 #
-# bf16 is a float32 with its lower sixteen bits cut off: sign, all eight exponent bits, seven bits of mantissa.
-# Widening puts sixteen zero bits behind it, and is exact. Two bytes of another kind, IEEE half precision, look the
-# same from outside.
+# bf16 is a float32 with its lower sixteen bits cut off: sign, all eight exponent bits, seven bits of mantissa. Widening
+# puts sixteen zero bits behind it, and is exact. IEEE half precision takes two bytes as well, and no byte says which of
+# the two formats it belongs to.
 
 # %% tags=["export"]
 def bf16_to_float32(bits: np.ndarray) -> np.ndarray:
@@ -119,8 +119,8 @@ def dot(a, b):
 
 
 # %% [markdown]
-# Lanes can be seen from outside. $2^{24}+1$ is no float32: in the same lane as $2^{24}$ a 1 is rounded away, in a
-# lane of its own it survives until $-2^{24}$ has come.
+# The result shows which lane an element went to. $2^{24}+1$ is no float32: in the same lane as $2^{24}$ a 1 is rounded
+# away; in a lane of its own it survives until $-2^{24}$ has cancelled $2^{24}$.
 
 # %%
 def pair(i, j):
@@ -223,8 +223,8 @@ class _Rows:
 # Element $m$ of a row meets element $m$ of $x$. A step takes 32 elements, a cache line of bf16. The last step of a
 # row may take fewer, sixteen at most.
 #
-# Memory must be asked ahead: what is asked for 1024 elements early has arrived when it is needed. Each of the four rows
-# is a stream of its own.
+# Weights must be prefetched: a cache line that is requested 1024 elements ahead has arrived when the kernel needs it.
+# Each of the four rows is a stream of its own.
 
 # %% tags=["export"]
 _STEP = 2 * LANES  # elements of a row in one step of the k-loop; also a group of MXFP4
@@ -256,18 +256,18 @@ class _Plain(_Rows):
 # %% [markdown]
 # ### MXFP4
 #
-# A byte's nibbles are neighbours, $2j$ and $2j+1$. Rather than weave codes together, split the *activations* once:
-# the sixteen low nibbles of a group meet the even $x$, the sixteen high nibbles the odd. A group of one row then is
-# three roundings a lane:
+# A byte's nibbles are neighbours, $2j$ and $2j+1$. Rather than interleave the codes, split the *activations* once: the
+# sixteen low nibbles of a group meet the even $x$, the sixteen high nibbles the odd. A group of one row then is three
+# roundings a lane:
 #
 # $$a_l \leftarrow \mathrm{fma}\bigl(\mathrm{fma}(h_l, x_{2l+1}, \mathrm{mul}(g_l, x_{2l})),\; 2^{e-128},\; a_l\bigr),
 # \qquad g = 2 v_{\text{low}},\; h = 2 v_{\text{high}}$$
 #
 # The kernel scales a group's sum, never one weight, so a weight that would overflow alone does no harm.
 #
-# A row is 1,792 bytes, so four rows interleaved are several streams within one 4 KB page, and the CPU's own
-# prefetcher, which follows a page at a time, loses them. Each step therefore asks for one cache line of the *next*
-# four rows: 64 bytes a group, which is exactly what four rows of a group weigh.
+# A row is 1,792 bytes, so four rows interleaved are several streams within one 4 KB page, and the CPU's own prefetcher,
+# which follows a page at a time, loses them. Each step therefore asks for one cache line of the *next* four rows: 64
+# bytes, exactly the packed weights of one group in four rows.
 
 # %% tags=["export"]
 class _Packed(_Rows):
@@ -282,14 +282,14 @@ class _Packed(_Rows):
         self.shape = [self.shape[0], builder.mul(self.shape[1], ir.Constant(self.shape[1].type, 2))]
 
     def pointer(self, row, m):
-        "Pointer to the byte that holds element m, an even one."
+        "Pointer to the byte that holds elements m and m+1 of a row; m is even."
         b = self.builder
         return b.gep(self.data, [b.lshr(b.add(b.mul(row, self.shape[1]), m), ir.Constant(m.type, 1))])
 
     def prefetch(self, rows, m):
         b = self.builder
-        after = b.add(rows[0], ir.Constant(m.type, len(rows)))
-        emit_prefetch(b, self.pointer(after, b.mul(m, ir.Constant(m.type, len(rows)))))
+        next_rows = b.add(rows[0], ir.Constant(m.type, len(rows)))
+        emit_prefetch(b, self.pointer(next_rows, b.mul(m, ir.Constant(m.type, len(rows)))))
 
     def step(self, row, m):
         "Twice the even weights of the group at m, twice the odd ones, half its scale."
@@ -310,8 +310,8 @@ class _Packed(_Rows):
 
 
 # %% [markdown]
-# The look-up of a scale is written as instructions too. In a kernel's own words it would be `HALF_SCALE[scale[r,
-# g]]`. There an index may be negative, and numba asks for that: four more instructions for each scale byte.
+# The look-up of a scale is written as instructions too. In a kernel's own words it would be `HALF_SCALE[scale[r, g]]`.
+# There an index may be negative, and numba tests for that: four more instructions for each scale byte.
 #
 # ### The step
 #
@@ -321,7 +321,7 @@ class _Packed(_Rows):
 
 # %% tags=["export"]
 def _matrix(context, builder, kind, w):
-    "What writes code for the matrix `w`: an array, or the pair (packed, scale)."
+    "The object that writes code for the matrix `w`, which is an array or the pair (packed, scale)."
     return (_Packed if isinstance(kind, types.BaseTuple) else _Plain)(context, builder, kind, w)
 
 
@@ -367,9 +367,9 @@ def _add_step(typingctx, w, rows, x, tokens, at, acc):
 
 @intrinsic
 def _add_last_step(typingctx, w, rows, x, tokens, at, acc):
-    """The same for `count` elements, where (m, column, count) = at and 0 < count <= 16.
+    """Like _add_step, for `count` elements, where (m, column, count) = at and 0 < count <= 16.
 
-    A row of MXFP4 has whole groups only, so there this step is compiled to nothing and never run.
+    For MXFP4 the result is `acc` itself: a row of MXFP4 has whole groups only, so this step never runs.
     """
     def codegen(context, builder, sig, args):
         if isinstance(sig.args[0], types.BaseTuple):
@@ -396,10 +396,10 @@ def _put_sums(typingctx, out, place, acc):
 
 
 # %% [markdown]
-# One thing that no equation shows. A CPU with sixteen registers of eight floats cannot hold sixteen accumulators of
+# The equations do not show one cost. A CPU with sixteen registers of eight floats cannot hold sixteen accumulators of
 # sixteen lanes: some wait on the stack. LLVM aligns the stack to 16 bytes, and then every second vector straddles two
-# cache lines. So the function that has the accumulators asks for a stack aligned to 64. It must also stay a function
-# of its own, because LLVM forgets the wish when it copies a function into its caller.
+# cache lines. So the function that has the accumulators asks for a stack aligned to 64. It must also stay a function of
+# its own, because LLVM drops the request when it inlines a function into its caller.
 
 # %% tags=["export"]
 @intrinsic
@@ -435,11 +435,11 @@ def products(w, rows, x, tokens, column, out, place):
 #
 # A kernel takes a tile of sixteen rows, 30 KB for an expert, which the nearest cache holds, and lets all tokens pass
 # over it before the next tile. Tiles are independent, so threads may share them. A chunk is several tiles, because at
-# its end memory has been asked for rows that another thread will take.
+# the end of a chunk the kernel has prefetched rows that another thread will take.
 #
-# Tokens go by fours, then two, then one; rows go by fours, and what is left one by one. (The loops are `range` loops
-# on purpose. A counter that starts as the literal 0 makes numba compile everything it is handed to twice, once for
-# the literal.)
+# Tokens are taken by fours, then two, then one. Rows are taken by fours, and the last one to three rows one by one.
+# (The loops are `range` loops on purpose. If a counter starts as the literal 0, numba compiles every function that
+# receives the counter twice, once for the literal.)
 
 # %% tags=["export"]
 TILE = 16  # rows that stay in the cache while all tokens pass
@@ -447,7 +447,7 @@ TILE = 16  # rows that stay in the cache while all tokens pass
 
 @inner
 def _four_by_four(w, begin, end, x, tokens, out, first):
-    "out[tokens, first+r] for the rows r from begin to end of w, a multiple of four."
+    "out[tokens, first+r] = w[r] . x[tokens] for the rows r in begin..end of w, whose number is a multiple of four."
     for r in range(begin, end, 4):
         products(w, (r, r + 1, r + 2, r + 3), x, tokens, 0, out, (tokens[0], first + r))
 
@@ -491,7 +491,7 @@ def matmul_rows(w, x, out, first):
     """out[:, first:first+m] = x w^T for the m rows of `w`, on the calling thread alone.
 
     `w`: an array uint16 (bf16 bits) or float32 [m, k] with `x` = padded(x), or (packed, scale), uint8 [m, k/2] and
-    [m, k/32], with `x` = deinterleaved(x). `out`: float32 [T, n]. All in C order. Nothing looks whether shapes fit.
+    [m, k/32], with `x` = deinterleaved(x). `out`: float32 [T, n]. All in C order. Shapes are not checked.
     """
     for tile in range((_shape(w)[0] + TILE - 1) // TILE):
         _tile(w, x, out, first, tile)
@@ -499,12 +499,12 @@ def matmul_rows(w, x, out, first):
 
 # %% [markdown]
 # Caches hand out lines of 64 bytes, sixteen floats. NumPy's arrays begin anywhere on a multiple of 16 bytes, so most
-# loads of sixteen floats would straddle two lines. So $x$ is copied to where a line begins: 28 KB against a matrix of
-# 176 MB. For MXFP4 the copy also puts the even elements of each group before the odd ones.
+# loads of sixteen floats would straddle two lines. Therefore $x$ is copied to where a line begins: 28 KB against a
+# matrix of 176 MB. For MXFP4 the copy also puts the even elements of each group before the odd ones.
 
 # %% tags=["export"]
 def line_aligned(shape: tuple[int, ...]) -> np.ndarray:
-    "float32 zeros that begin on a cache line, so that no load of sixteen floats straddles two."
+    "float32 zeros of `shape` that begin on a cache line, so that no load of sixteen floats straddles two."
     size = math.prod(shape)
     raw = np.zeros(size + 16, np.float32)
     start = -raw.__array_interface__["data"][0] % 64 // 4
@@ -512,7 +512,7 @@ def line_aligned(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def padded(x: np.ndarray) -> np.ndarray:
-    "`x` [T, k] as bf16 and float32 kernels take it: float32 [T, k rounded up to 16], every row on a cache line."
+    "`x` [T, k] as bf16 and float32 kernels take it: float32 [T, k rounded up to 16], each row begins a cache line."
     T, k = x.shape
     out = line_aligned((T, k + -k % LANES))
     out[:, :k] = x
@@ -536,7 +536,7 @@ def deinterleaved(x: np.ndarray) -> np.ndarray:
 
 # %% tags=["export"]
 class Matrix(Protocol):
-    "What every matrix answers, resident or streamed, of any format."
+    "What every matrix offers, resident or streamed, in any format."
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -554,7 +554,7 @@ class Matrix(Protocol):
 
 
 def _multiply(w, x, out, threads):
-    "out = x w^T, shared among `threads` threads if it is worth that; x as the kernels take it."
+    "out = x w^T, on `threads` threads if the work is worth sharing; `x` from padded() or deinterleaved()."
     n = out.shape[1]
     parallel_for(threads_for(x.size * n, threads), -(-n // TILE), _shared_matmul, w, x, out)
 
@@ -577,7 +577,7 @@ class ResidentMatrix:
 
 
 # %% [markdown]
-# Kernels look at no shape, so a wrong one must be refused before.
+# Kernels check no shape, so a wrong shape must be refused before a kernel is called.
 
 # %% tags=["export"]
 def check_shapes(what: str, shape: tuple[int, int], x: np.ndarray, out: np.ndarray | None) -> None:
@@ -612,7 +612,7 @@ class PackedMatrix(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        "Rows n and columns k, two to a byte."
+        "Rows n and columns k; a byte holds two columns."
         n, half = self.packed.shape
         return n, 2 * half
 
@@ -629,17 +629,17 @@ class PackedMatrix(NamedTuple):
 
 
 # %% [markdown]
-# A damaged weight may be an infinity or a NaN. Times a finite $x$ it makes a product that is not finite and never
-# becomes finite again by adding ($0\cdot\infty$ is NaN too). So the outputs tell of every weight that was multiplied:
-# one number to look at instead of a row of $k$.
+# A damaged weight may be an infinity or a NaN. Its product with a finite $x$ is not finite ($0\cdot\infty$ is NaN too),
+# and no addition makes the sum finite again. So a check of the outputs covers every weight that was multiplied: one
+# number instead of a row of $k$.
 
 # %% tags=["export"]
 class NotFinite(ArithmeticError):
-    """An infinity or a NaN where a finite number must come out.
+    """A result is infinite or NaN.
 
-    `rows`: (first, end) of the rows of the matrix behind it, None if no matrix is. `matrix`: which matrix of an expert
-    it is, if the layer that multiplies is the only one to know. `tensor`: the name of the weight that was used last,
-    "" until the model fills it in, because layers know no names.
+    `rows`: (first, end) of the matrix rows that gave the result, None if no matrix did. `matrix`: which matrix of an
+    expert has these rows, None if the matrix belongs to no expert. `tensor`: the name of the weight that was used last;
+    layers know no names, so it is "" until the model sets it.
     """
 
     def __init__(self, message: str, rows: tuple[int, int] | None = None, matrix: Any = None, tensor: str = "") -> None:
@@ -647,7 +647,7 @@ class NotFinite(ArithmeticError):
         self.rows, self.matrix, self.tensor = rows, matrix, tensor
 
 
-_INFINITE = np.int32(0x7f800000)  # infinity's bits, and below every NaN's; signs aside
+_INFINITE = np.int32(0x7f800000)  # bits of infinity; those of a NaN, without its sign, are larger
 
 
 @kernel
@@ -675,7 +675,7 @@ def check_product(out: np.ndarray, x: np.ndarray, rows_of: Callable[[int], tuple
     bad = first_not_finite(out)
     if bad >= 0:
         t, r = divmod(int(bad), out.shape[1])
-        what = "a finite" if np.isfinite(x).all() else "an overflowing"
+        what = "a finite" if np.isfinite(x).all() else "an infinite or NaN"
         raise NotFinite(f"output row {r} is {out[t, r]} for token {t} of the chunk, from {what} input, "
                         "expected a finite number", rows_of(r), matrix)
 
@@ -690,7 +690,7 @@ assert first_not_finite(np.full((3, 1000), -3.4e38, np.float32)) == -1
 
 
 # %% [markdown]
-# `linear` is what layers call: allocate the output, multiply, look at it.
+# Layers call `linear`: it allocates the output, multiplies, and checks that the output is finite.
 
 # %% tags=["export"]
 def linear(W: Matrix, x: np.ndarray, threads: int = CORES, out: np.ndarray | None = None) -> np.ndarray:
@@ -709,8 +709,8 @@ def linear(W: Matrix, x: np.ndarray, threads: int = CORES, out: np.ndarray | Non
 
 
 # %% [markdown]
-# Against `dot`, byte for byte: rows cut at random, one to nine tokens, a width of 1003 that leaves a rest of eleven,
-# bf16 and the same matrix as float32.
+# Against `dot`, byte for byte: rows cut at random, one to nine tokens, a width of 1003, which leaves eleven elements
+# after the last whole vector, bf16 and the same matrix as float32.
 
 # %%
 class Cut:

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 1.6 Exponential, tanh, sigmoid and RMSNorm with the same bits everywhere
 #
-# What K3 needs besides products is a norm and three curves. At the end of this chapter you have all four, made of
+# Besides products, K3 needs a norm and three scalar functions. At the end of this chapter you have all four, made of
 # operations that IEEE 754 fixes, so that no bit depends on the machine or on a library.
 #
 # [1.5 One row, one order](05_matmul.ipynb) ·
@@ -40,7 +40,7 @@ from k3lib.simd import float_bits, float_of_bits, fma
 #
 # Root and division are rounded correctly by IEEE 754, so both are the same everywhere; the sum of squares is a `dot`.
 # That sum overflows when $x$ passes $10^{19}$, long before $x$ does. Then $y$ would be 0, a perfectly finite wrong
-# answer. So this sum is looked at too.
+# answer. So this sum is checked too.
 
 # %% tags=["export"]
 _f = np.float32
@@ -66,7 +66,7 @@ def _rms_norm(x, weight, eps, out):
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray | None = None) -> np.ndarray:
-    """float32 [T, n]: every row of `x` divided by its root mean square (eps inside the root), times `weight` [n].
+    """float32 [T, n]: each row of `x` [T, n] divided by its root mean square (eps inside the root), times `weight` [n].
 
     The result is `out` if that is given; it may be `x`. Raises ValueError where shapes do not fit, NotFinite where the
     sum of squares is infinite or NaN.
@@ -165,10 +165,10 @@ for i, a in enumerate(names):
         print(f"{a:28} and {b:28} {100 * different:6.2f}% differ")
 
 # %% [markdown]
-# NumPy picks a kernel by the CPU's vector width, numba calls the C library or a vector library where one is
-# installed, and C libraries change with their version. None is wrong. But a router that compares $s+b$ of 896 experts
-# sees the last bit, so K3's choice would follow the machine. Ours are made from operations IEEE 754 fixes: add,
-# multiply, fused multiply-add, divide, and integer shifts.
+# NumPy picks a kernel by the CPU's vector width, numba calls the C library or a vector library where one is installed,
+# and C libraries change with their version. None of these results is wrong. But the router compares $s+b$ of 896
+# experts, where the last bit can decide, so K3's choice would depend on the machine. The functions here use only
+# operations that IEEE 754 fixes: add, multiply, fused multiply-add, divide, and integer shifts.
 #
 # Write $x = n\ln 2 + r$ with $n$ whole and $|r| \le \frac12 \ln 2$. Then $e^x = 2^n e^r$. The power is an exponent
 # field; $e^r$ is a polynomial. Two tricks: adding $1.5 \cdot 2^{23}$ rounds to a whole number and leaves it in the
@@ -176,7 +176,7 @@ for i, a in enumerate(names):
 
 # %% tags=["export"]
 _LOG2E, _LN2_HI, _LN2_LO = _f(1.44269504), _f(0.693145752), _f(1.42860677e-06)
-_ROUND = _f(1.5 * 2**23)  # adding and taking off this number rounds to an integer, and leaves it in the low bits
+_ROUND = _f(1.5 * 2**23)  # x + _ROUND has round(x) in its low bits; subtracting _ROUND again gives round(x)
 _ROUND_BITS = int(np.float32(1.5 * 2**23).view(np.int32))
 _SIGN_BIT = np.int32(-2**31)
 _TAYLOR = tuple(_f(1 / d) for d in (5040, 720, 120, 24, 6, 2))
@@ -206,7 +206,7 @@ def _power2(n):
 
 
 # %% [markdown]
-# The parts for $x = 1$: $n$ = 1, the rest is $1 - \ln 2$, and $2^1 (1+q)$ is $e$ to seven digits.
+# The parts for $x = 1$: $n$ = 1, $r$ is $1 - \ln 2$, and $2^1 (1+q)$ is $e$ to seven digits.
 
 # %%
 @njit
