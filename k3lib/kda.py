@@ -98,7 +98,7 @@ def _kda_decay(z, A_log, dt_bias, lower_bound, out):
             rate = exp(A_log[h])
             for i in range(z.shape[2]):
                 x = rate * (z[t, h, i] + dt_bias[h, i])
-                if not abs(x) < np.inf:  # the sigmoid of infinity is an ordinary 0 or 1: look before it
+                if not abs(x) < np.inf:  # the sigmoid of infinity is an ordinary 0 or 1: check before it
                     return h
                 out[t, h, i] = exp(low * sigmoid(x))
     return -1
@@ -108,7 +108,7 @@ def kda_decay(z: np.ndarray, A_log: np.ndarray, dt_bias: np.ndarray, lower_bound
     """alpha = exp(lower_bound * sigmoid(exp(A_log[head]) * (z + dt_bias))), float32 [T, heads, d].
 
     alpha lies between e^lower_bound and 1. `z` float32 [T, heads, d]; `dt_bias` float32 [heads*d]; `A_log` float32
-    [heads or more] has one rate for each head, and entries after those are padding that is never read.
+    [heads or more] has one entry for each head; the entries after those are padding that is never read.
     Raises ValueError where shapes do not fit, NotFinite where the sigmoid's argument is infinite or NaN.
     """
     T, heads, d = z.shape
@@ -244,7 +244,7 @@ def sigmoid_in_place(x: np.ndarray) -> np.ndarray:
 
 
 class KDAShape(NamedTuple):
-    "The numbers of a KDA layer. They are the same in all KDA layers of a model."
+    "Sizes and constants of a KDA layer, the same in all KDA layers of a model."
 
     heads: int  # 96 in K3
     head_dim: int  # width of a head's query, key and value: 128
@@ -267,7 +267,7 @@ def kda_state(shape: KDAShape) -> KDAState:
 
 
 class LayerWeights(Protocol):
-    "The weights of one layer: W[short name] is a matrix (`matmul` says what that is) or a float32 array."
+    "The weights of one layer: W[short name] is a matmul.Matrix or a float32 array."
 
     def __getitem__(self, name: str, /) -> Any: ...
 
@@ -276,9 +276,8 @@ def kda_layer(W: LayerWeights, x: np.ndarray, state: KDAState, shape: KDAShape, 
     """The attention of one layer for T >= 1 tokens, float32 [T, H].
 
     `x` float32 [T, H] is the layer's normed input. `W` has the short names that `tensors` lists for "kda"; each is
-    taken once, in that order. `state` is advanced by T tokens. Calls with the same tokens, however cut, give the same
-    bits, and so does any number of `threads`. Raises ValueError where shapes do not fit, NotFinite where a number is
-    infinite or NaN.
+    taken once, in that order. `state` is advanced by T tokens. The bits depend neither on how the tokens are cut into
+    calls nor on `threads`. Raises ValueError where shapes do not fit, NotFinite where a number is infinite or NaN.
     """
     by_head = (len(x), shape.heads, shape.head_dim)
     q, k, v = (short_conv(linear(W[f"{n}_proj"], x, threads), W[f"{n}_conv1d"], state.conv[i]).reshape(by_head)

@@ -15,17 +15,17 @@ from k3lib.parallel import chunk_done, next_chunk, parallel_for, threads_for
 from k3lib.simd import fma16, load16, load16_part, splat16, store16
 
 _ONE, _ZERO, _NAN = np.float32(1), np.float32(0), np.float32(np.nan)
-_LOWEST, _FAINT = np.float32(-np.inf), np.float32(-60)  # the maximum before any score; see softmax_tile
+_LOWEST, _FAINT = np.float32(-np.inf), np.float32(-60)  # the maximum before any score; a weight below e^-60 counts as 0
 
 
 CACHE_TILE = 64  # cache rows between two updates of the maximum, counted from position 0
 
 
 class Item(NamedTuple):
-    "The arrays of one item. Query r belongs to the token at position + r // heads and to head r % heads."
+    "An item: some heads, some tokens. Query r belongs to the token at position + r // heads and to head r % heads."
 
     cache: np.ndarray  # float32 [capacity, latent + rope]
-    latent: int  # numbers of a cache row that make up the context
+    latent: int  # width of the latent, the first columns of a cache row
     position: int  # of the first token
     heads: int  # queries of each token
     work: np.ndarray  # float32 [queries, pitch]: absorbed query, then context, then (last two) maximum and sum
@@ -35,7 +35,7 @@ class Item(NamedTuple):
 
 @inner
 def _start(w, i, latent, x, nope, row, context):
-    """row[:width] = [W_uk^T x[:nope] | x[nope:]] / sqrt(x.size); W_uk is the `nope` rows of kv_b from w[i] on.
+    """row[:latent+rope] = [W_uk^T x[:nope] | x[nope:]] / sqrt(x.size). W_uk: the `nope` rows of kv_b from w[i] on.
 
     Sets the context, row[context:-2], to zero, the maximum to -infinity and the sum to zero.
     """
@@ -103,7 +103,7 @@ def _fma4(a, v, acc):
 
 @inner
 def _context4(item, start, n, g, m):
-    "Lanes m .. m+32 of the contexts of queries g .. g+4: add weight times row for `n` cache rows from `start` on."
+    "Elements m .. m+32 of the contexts of queries g .. g+4: add weight times row for `n` cache rows from `start` on."
     cache, work, s, u = item.cache, item.work, item.scores, item.context + m
     a, b = _load4(work, g, u), _load4(work, g, u + 16)
     for p in range(n):
@@ -116,7 +116,7 @@ def _context4(item, start, n, g, m):
 
 @inner
 def _context1(cache, start, weights, context, m, end):
-    "Lanes m .. end of one context: add weight times row for the cache rows from `start` on, one for each weight."
+    "Elements m .. end of one context: add weight times row for the cache rows from `start` on, one for each weight."
     while m < end:
         a = load16(context, m)
         for p in range(weights.size):
@@ -128,20 +128,20 @@ def _context1(cache, start, weights, context, m, end):
 
 @inner
 def _seen(item, r, start):
-    "How many rows of the tile of cache rows from `start` on query r sees: those up to its own position."
+    "Number of rows that query r sees in the tile that begins at cache row `start`: those up to its own position."
     return max(0, min(CACHE_TILE, item.position + r // item.heads + 1 - start))
 
 
 @inner
 def _visit(item, start, g, count):
-    """Queries g .. g+count, at most four, meet the tile of cache rows from `start` on.
+    """Let queries g .. g+count, at most four, attend to the tile that begins at cache row `start`.
 
-    Their scores are computed; their maxima, sums and contexts are updated.
+    Computes their scores in item.scores and updates their maxima, sums and contexts in item.work.
     """
     cache, latent, work, s = item.cache, item.latent, item.work, item.scores
-    common = _seen(item, g, start) if count == 4 else 0
+    common = _seen(item, g, start) if count == 4 else 0  # rows that all four queries see
     fours = common - common % 4
-    paired = latent - latent % 32 if common else 0
+    paired = latent - latent % 32 if common else 0  # columns that _context4 adds, two vectors at a time
     for p in range(0, fours, 4):
         i = start + p
         products(cache, (i, i + 1, i + 2, i + 3), work, (g, g + 1, g + 2, g + 3), 0, s, (0, p))
@@ -248,7 +248,7 @@ def attend(kv_b: Matrix, q: np.ndarray, cache: np.ndarray, position: int, v_dim:
     each = d - (width - latent) + v_dim
     if kv_b.shape[0] != heads * each or not latent <= width <= latent + d or not 0 <= position <= len(cache) - T:
         raise ValueError(f"attend: queries {q.shape} at position {position}, cache {cache.shape}, "
-                         f"kv_b_proj {kv_b.shape} and values of {v_dim} do not fit")
+                         f"kv_b_proj {kv_b.shape} and values of width {v_dim} do not fit")
     pitch = -(-width // 16) * 16 + -(-latent // 16) * 16 + 16
     out = np.empty((T, heads * v_dim), np.float32)
 
@@ -272,18 +272,18 @@ LATENT_EPS = 1e-6  # epsilon of the two latent norms: the reference class's defa
 
 
 class MLAShape(NamedTuple):
-    "The numbers of an MLA layer. They are the same in all MLA layers of a model."
+    "Sizes and constants of an MLA layer, the same in all MLA layers of a model."
 
     heads: int  # 96 in K3
-    nope: int  # key numbers a head has for itself, qk_nope_head_dim: 128
+    nope: int  # key numbers of each head's own, qk_nope_head_dim: 128
     rope: int  # extra key numbers that all heads share, qk_rope_head_dim: 64
     v_dim: int  # width of a head's value, v_head_dim: 128
     latent: int  # width of the latent, kv_lora_rank: 512
-    latent_eps: float = LATENT_EPS
+    latent_eps: float = LATENT_EPS  # of q_a_layernorm and kv_a_layernorm
 
     @property
     def cache_width(self) -> int:
-        "Numbers of a position in the cache."
+        "float32 numbers that the cache holds of a position: latent + rope."
         return self.latent + self.rope
 
 
@@ -306,9 +306,9 @@ def mla_layer(W: LayerWeights, x: np.ndarray, cache: np.ndarray, position: int, 
 
     `x` float32 [T, H] is the layer's normed input. `W` has the short names that `tensors` lists for "mla"; each is
     taken once, in that order. `cache` float32 [capacity, latent + rope] holds the rows before `position`; the call
-    writes [normed latent | extra dims] of `x` to the next T rows. Calls with the same tokens, however cut, give the
-    same bits, and so does any number of `threads`. Raises ValueError where shapes do not fit, NotFinite where a number
-    is infinite or NaN.
+    writes [normed latent | extra dims] of `x` to the next T rows. The bits depend neither on how the
+    tokens are cut into calls nor on `threads`. Raises ValueError where shapes do not fit, NotFinite where a number is
+    infinite or NaN.
     """
     T, latent = len(x), shape.latent
     if position + T > len(cache):

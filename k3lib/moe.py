@@ -67,7 +67,7 @@ class Expert(NamedTuple):
 
     @classmethod
     def packed(cls, arrays: Sequence[Any]) -> "Expert":
-        "From six arrays (or extents) in the order of the files: packed weights and scales of w1, of w2, of w3."
+        "An Expert from six arrays or extents, in file order: packed weights and scales of w1, of w2, of w3."
         return cls(*(PackedMatrix(*arrays[i:i + 2]) for i in (0, 2, 4)))
 
 
@@ -91,7 +91,7 @@ class LayerExperts(Protocol):
     "The routed experts of one layer."
 
     def request(self, ids: list[int]) -> None:
-        "Say which experts the next map() is for: each id once, rising. Reading may begin now."
+        "Announce the experts of the next map(): each id once, in rising order. Reading may begin now."
 
     def map(self, work: Callable[[int, Expert], None], threads: int) -> None:
         "Call work(id, expert) once for each requested expert, in any order, on at most `threads` threads at once."
@@ -122,12 +122,12 @@ def routed_sum(experts: LayerExperts, z: np.ndarray, ids: np.ndarray, weights: n
     place = np.empty(T * k, np.int64)
     place[pairs] = np.arange(T * k)
     chosen, counts = np.unique(ids, return_counts=True)
-    rows_of = {int(e): slice(end - n, end) for e, n, end in zip(chosen, counts, np.cumsum(counts))}  # not yet computed
+    rows_of = {int(e): slice(end - n, end) for e, n, end in zip(chosen, counts, np.cumsum(counts))}  # yet to compute
     rows = np.empty((T * k, z.shape[1]), np.float32)
 
     def work(e, expert):
         if e not in rows_of:
-            raise RuntimeError(f"expert {e} arrived, but those still due are {sorted(rows_of)}")
+            raise RuntimeError(f"expert {e} arrived, expected one of {sorted(rows_of)}, each once")
         mine = rows_of.pop(e)
         try:
             expert_mlp(expert, z[pairs[mine] // k], situ, rows[mine])
@@ -144,7 +144,7 @@ def routed_sum(experts: LayerExperts, z: np.ndarray, ids: np.ndarray, weights: n
 
 
 class MoEShape(NamedTuple):
-    "The numbers of an MoE layer. They are the same in all MoE layers of a model."
+    "Sizes and constants of an MoE layer, the same in all MoE layers of a model."
 
     top_k: int  # experts a token chooses, the config's num_experts_per_token: 16
     scale: float  # routed_scaling_factor: 1
@@ -158,9 +158,9 @@ def moe_layer(W: LayerWeights, experts: LayerExperts, x: np.ndarray, shape: MoES
 
     `x` float32 [T, H] is the normed input. `W` has the short names that `tensors` lists for "moe"; each is taken once,
     in that order. `experts` are requested as soon as they are known; on_route(ids, weights) is then called with the
-    routing, int32 and float32 [T, top_k]. Calls with the same tokens, however cut, give the same bits, and so does any
-    number of `threads` and any order of the experts. Raises ValueError where shapes do not fit, NotFinite where a
-    number is infinite or NaN.
+    routing, int32 and float32 [T, top_k]. The bits depend neither on how the tokens are cut into calls nor on
+    `threads` nor on the order of the experts. Raises ValueError where shapes do not fit, NotFinite where a number is
+    infinite or NaN.
     """
     ids, weights = route(linear(W["gate"], x, threads), W["e_score_correction_bias"], shape.top_k, shape.scale)
     experts.request(np.unique(ids).tolist())

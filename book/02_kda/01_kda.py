@@ -18,7 +18,7 @@
 # | $\alpha = e^g$ | what a key channel keeps from one token to the next | 96 × 128 | `alpha` |
 # | $S$ | the state, rows are key channels, columns value channels | 96 × 128 × 128 | `S` |
 # | $o$ | what the query reads out of it | 96 × 128 | `o` |
-# | `A_log`, `dt_bias` | steepness a head, offset a channel of the decay | 128 (first 96 count), 12288 | same |
+# | `A_log`, `dt_bias` | logarithm of a head's decay rate, offset of a channel's decay | 128 (first 96 count), 12288 | same |
 # | | `gate_lower_bound` of the config | −5 | `lower_bound` |
 #
 # Source of the equations: the published modelling code and the Kimi Linear report; the fixtures were computed by others
@@ -108,9 +108,9 @@ def conv64(x, weight, past=None, activation=silu64):
 
 
 # %% [markdown]
-# What the next call needs of this one is three inputs a channel, taken *before* the activation. A prompt of one or two
-# tokens keeps part of the old history: that is the branch on `s`. In-place shifting is safe because position `T + j`
-# lies ahead of `j`.
+# The next call needs the last three inputs of each channel, taken *before* the activation. After a call of one or two
+# tokens, part of the old history remains: that is the branch on `s`. In-place shifting is safe, because position `T+j`
+# is read before it is overwritten.
 
 # %% tags=["export"]
 @kernel
@@ -211,8 +211,8 @@ rejects(fixture["y_from_state"], {
 # $$\hat k = \frac{k}{\sqrt{\sum_i k_i^2 + 10^{-6}}}$$
 #
 # A *sum*: $\hat k$ has length 1, so $k k^\top$ is a projection and $\beta = 1$ replaces exactly what was stored. With
-# the mean the length is $\sqrt{128} = 11.3$, the correction overshoots 128-fold, and the state explodes. $q$ is normed
-# too; $v$ is not: its size is the message.
+# the mean in place of the sum, the length is $\sqrt{128} = 11.3$, the correction overshoots 128-fold, and the state
+# explodes. $q$ is normed too; $v$ is not, because its length carries information.
 
 # %% tags=["export"]
 L2_EPS = np.float32(1e-6)  # added to the sum of squares, not to the mean of squares
@@ -267,9 +267,9 @@ rejects(fixture["y"], {
 #
 # $$z = W_{fb} W_{fa} x + b_{dt}, \qquad g = -5\;\sigma\!\big(e^{A_h}\, z\big), \qquad \alpha = e^{g}$$
 #
-# `A_log` is one number a *head*, stored in a vector padded to 128 entries. Its first 96 count; reading it per channel
-# finds a plausible number for every channel, the wrong one. The sigmoid bounds the loss: no channel keeps less than
-# $e^{-5} = 0.7\%$ a token.
+# `A_log` is one number a *head*, stored in a vector padded to 128 entries. Only its first 96 count. A version that
+# reads it per channel finds a plausible but wrong number for every channel. The sigmoid bounds the loss: no channel
+# keeps less than $e^{-5} = 0.7\%$ a token.
 
 # %% tags=["export"]
 @kernel
@@ -281,7 +281,7 @@ def _kda_decay(z, A_log, dt_bias, lower_bound, out):
             rate = exp(A_log[h])
             for i in range(z.shape[2]):
                 x = rate * (z[t, h, i] + dt_bias[h, i])
-                if not abs(x) < np.inf:  # the sigmoid of infinity is an ordinary 0 or 1: look before it
+                if not abs(x) < np.inf:  # the sigmoid of infinity is an ordinary 0 or 1: check before it
                     return h
                 out[t, h, i] = exp(low * sigmoid(x))
     return -1
@@ -291,7 +291,7 @@ def kda_decay(z: np.ndarray, A_log: np.ndarray, dt_bias: np.ndarray, lower_bound
     """alpha = exp(lower_bound * sigmoid(exp(A_log[head]) * (z + dt_bias))), float32 [T, heads, d].
 
     alpha lies between e^lower_bound and 1. `z` float32 [T, heads, d]; `dt_bias` float32 [heads*d]; `A_log` float32
-    [heads or more] has one rate for each head, and entries after those are padding that is never read.
+    [heads or more] has one entry for each head; the entries after those are padding that is never read.
     Raises ValueError where shapes do not fit, NotFinite where the sigmoid's argument is infinite or NaN.
     """
     T, heads, d = z.shape
@@ -451,7 +451,7 @@ rejects(fixture["o_s0"], {"state read as [value, key]": recurrent64(*tokens, giv
 # cache; it fades, corrects, stores and reads out.
 #
 # Both passes take the key rows in order and treat all value channels alike. A compiler may take 4, 8 or 16 channels at
-# a time: each channel's sum keeps its order, so the bits stay.
+# a time: each channel's sum keeps its order, so the bits stay the same.
 
 # %% tags=["export"]
 @inner
@@ -791,12 +791,12 @@ assert np.allclose(answers["delta rule"][16, 0] * np.sqrt(d), v[16], atol=1e-5)
 # %% [markdown]
 # ## 2.1.8 The layer
 #
-# What remains is the way out: RMSNorm over each head's 128 outputs (weights shared by all heads), *then* the gate,
-# *then* `o_proj`.
+# What remains is the layer's output: RMSNorm over each head's 128 outputs (weights shared by all heads), *then* the
+# gate, *then* `o_proj`.
 #
 # $$y = W_o\,\big[\,\mathrm{RMSNorm}_{128}(o_h)\odot\sigma(W_g x)_h\,\big]_h$$
 #
-# Gating first would let the norm cancel most of it.
+# If the gate came first, the norm would cancel most of its effect.
 
 # %% tags=["export"]
 @kernel
@@ -813,12 +813,12 @@ def sigmoid_in_place(x: np.ndarray) -> np.ndarray:
 
 
 # %% [markdown]
-# A layer function gets its numbers as one tuple, and the state as another. The state is the caller's: it is passed in
-# and updated in place.
+# A layer function gets its sizes and constants as one tuple, and the state as another. The caller owns the state; the
+# layer updates it in place.
 
 # %% tags=["export"]
 class KDAShape(NamedTuple):
-    "The numbers of a KDA layer. They are the same in all KDA layers of a model."
+    "Sizes and constants of a KDA layer, the same in all KDA layers of a model."
 
     heads: int  # 96 in K3
     head_dim: int  # width of a head's query, key and value: 128
@@ -847,7 +847,7 @@ def kda_state(shape: KDAShape) -> KDAState:
 
 # %% tags=["export"]
 class LayerWeights(Protocol):
-    "The weights of one layer: W[short name] is a matrix (`matmul` says what that is) or a float32 array."
+    "The weights of one layer: W[short name] is a matmul.Matrix or a float32 array."
 
     def __getitem__(self, name: str, /) -> Any: ...
 
@@ -856,9 +856,8 @@ def kda_layer(W: LayerWeights, x: np.ndarray, state: KDAState, shape: KDAShape, 
     """The attention of one layer for T >= 1 tokens, float32 [T, H].
 
     `x` float32 [T, H] is the layer's normed input. `W` has the short names that `tensors` lists for "kda"; each is
-    taken once, in that order. `state` is advanced by T tokens. Calls with the same tokens, however cut, give the same
-    bits, and so does any number of `threads`. Raises ValueError where shapes do not fit, NotFinite where a number is
-    infinite or NaN.
+    taken once, in that order. `state` is advanced by T tokens. The bits depend neither on how the tokens are cut into
+    calls nor on `threads`. Raises ValueError where shapes do not fit, NotFinite where a number is infinite or NaN.
     """
     by_head = (len(x), shape.heads, shape.head_dim)
     q, k, v = (short_conv(linear(W[f"{n}_proj"], x, threads), W[f"{n}_conv1d"], state.conv[i]).reshape(by_head)

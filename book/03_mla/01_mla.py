@@ -22,9 +22,9 @@
 # | $o_h$, $y$ | a head's output; the layer's | 128; 7168 | `out`, `y` |
 # | $W_g, W_o$ | gate; back to the hidden width | 12288 × 7168; 7168 × 12288 | `W["g_proj"]`, `W["o_proj"]` |
 #
-# The extra dims are named after RoPE, the rotation by position other models apply to them. K3 does not (`mla_use_nope`
-# is true): they are plain numbers. Equations: the published modelling code, and the DeepSeek-V2 report (section 2.1)
-# for the latent form.
+# The extra dims are named after RoPE, the rotation by position that other models apply to them. K3 applies none
+# (`mla_use_nope` is true): they are plain numbers. Equations: the published modelling code, and the DeepSeek-V2 report
+# (section 2.1) for the latent form.
 
 # %%
 import time
@@ -52,7 +52,7 @@ from k3lib.parallel import chunk_done, next_chunk, parallel_for, threads_for
 from k3lib.simd import fma16, load16, load16_part, splat16, store16
 
 _ONE, _ZERO, _NAN = np.float32(1), np.float32(0), np.float32(np.nan)
-_LOWEST, _FAINT = np.float32(-np.inf), np.float32(-60)  # the maximum before any score; see softmax_tile
+_LOWEST, _FAINT = np.float32(-np.inf), np.float32(-60)  # the maximum before any score; a weight below e^-60 counts as 0
 
 # %% tags=["parameters"]
 seed = 3
@@ -283,19 +283,19 @@ assert apart < 1e-5 and not all(o == by_position for o in others)
 # %% [markdown]
 # ## 3.1.5 The kernel, part by part
 #
-# The kernel works on *items*: up to 16 heads, and up to eight tokens at a time. Each query of an item has a row of
-# scratch memory: `[ W_uk^T q^n | q^r ]`, then its context $u$, then $m$ and $l$. The parts below take an item's arrays
-# and numbers as one tuple.
+# The kernel works on *items*. An item is up to 16 heads, and takes up to eight tokens at a time. Each query of an item
+# has a row of scratch memory: `[ W_uk^T q^n | q^r ]`, then its context $u$, then $m$ and $l$. The parts below take an
+# item's arrays and numbers as one tuple.
 
 # %% tags=["export"]
 CACHE_TILE = 64  # cache rows between two updates of the maximum, counted from position 0
 
 
 class Item(NamedTuple):
-    "The arrays of one item. Query r belongs to the token at position + r // heads and to head r % heads."
+    "An item: some heads, some tokens. Query r belongs to the token at position + r // heads and to head r % heads."
 
     cache: np.ndarray  # float32 [capacity, latent + rope]
-    latent: int  # numbers of a cache row that make up the context
+    latent: int  # width of the latent, the first columns of a cache row
     position: int  # of the first token
     heads: int  # queries of each token
     work: np.ndarray  # float32 [queries, pitch]: absorbed query, then context, then (last two) maximum and sum
@@ -304,14 +304,14 @@ class Item(NamedTuple):
 
 
 # %% [markdown]
-# The absorbed query grows key row by key row, in order. The scale goes in here, once, instead of into every score.
-# While the query grows it lies where the context will be, because loads and stores of sixteen numbers need the padding
-# that only the context has.
+# The absorbed query is summed over the key rows, in order. The scale is applied here, once, instead of to every score.
+# The sum is formed in the columns of the context, because loads and stores of sixteen numbers need the padding that
+# only the context has.
 
 # %% tags=["export"]
 @inner
 def _start(w, i, latent, x, nope, row, context):
-    """row[:width] = [W_uk^T x[:nope] | x[nope:]] / sqrt(x.size); W_uk is the `nope` rows of kv_b from w[i] on.
+    """row[:latent+rope] = [W_uk^T x[:nope] | x[nope:]] / sqrt(x.size). W_uk: the `nope` rows of kv_b from w[i] on.
 
     Sets the context, row[context:-2], to zero, the maximum to -infinity and the sum to zero.
     """
@@ -336,8 +336,8 @@ def _start(w, i, latent, x, nope, row, context):
 # %% [markdown]
 # The one-pass softmax for one query and one tile. Weights under $e^{-60}$ become 0: against a sum of at least 1 they
 # are far below float32's last bit. 3.1.8 shows that this also saves time. A NaN score fails every comparison, so it
-# stays NaN and is found in the output. A score of $-\infty$ would leave no trace but a weight of 0, so it makes the sum
-# NaN.
+# stays NaN and is found in the output. A score of $-\infty$ would become an ordinary weight of 0, so the function then
+# returns a sum of NaN.
 
 # %% tags=["export"]
 @inner
@@ -365,7 +365,7 @@ def softmax_tile(s, m, l):
 
 
 # %% [markdown]
-# The context adds cache rows in the order of their positions, each lane on its own, so any grouping gives the same
+# The context adds cache rows in the order of their positions, each element on its own, so any grouping gives the same
 # bits. Four queries share every cache row: eight accumulators stay in registers while the tile is read.
 
 # %% tags=["export"]
@@ -392,7 +392,7 @@ def _fma4(a, v, acc):
 # %% tags=["export"]
 @inner
 def _context4(item, start, n, g, m):
-    "Lanes m .. m+32 of the contexts of queries g .. g+4: add weight times row for `n` cache rows from `start` on."
+    "Elements m .. m+32 of the contexts of queries g .. g+4: add weight times row for `n` cache rows from `start` on."
     cache, work, s, u = item.cache, item.work, item.scores, item.context + m
     a, b = _load4(work, g, u), _load4(work, g, u + 16)
     for p in range(n):
@@ -405,7 +405,7 @@ def _context4(item, start, n, g, m):
 
 @inner
 def _context1(cache, start, weights, context, m, end):
-    "Lanes m .. end of one context: add weight times row for the cache rows from `start` on, one for each weight."
+    "Elements m .. end of one context: add weight times row for the cache rows from `start` on, one for each weight."
     while m < end:
         a = load16(context, m)
         for p in range(weights.size):
@@ -426,20 +426,20 @@ def _context1(cache, start, weights, context, m, end):
 # %% tags=["export"]
 @inner
 def _seen(item, r, start):
-    "How many rows of the tile of cache rows from `start` on query r sees: those up to its own position."
+    "Number of rows that query r sees in the tile that begins at cache row `start`: those up to its own position."
     return max(0, min(CACHE_TILE, item.position + r // item.heads + 1 - start))
 
 
 @inner
 def _visit(item, start, g, count):
-    """Queries g .. g+count, at most four, meet the tile of cache rows from `start` on.
+    """Let queries g .. g+count, at most four, attend to the tile that begins at cache row `start`.
 
-    Their scores are computed; their maxima, sums and contexts are updated.
+    Computes their scores in item.scores and updates their maxima, sums and contexts in item.work.
     """
     cache, latent, work, s = item.cache, item.latent, item.work, item.scores
-    common = _seen(item, g, start) if count == 4 else 0
+    common = _seen(item, g, start) if count == 4 else 0  # rows that all four queries see
     fours = common - common % 4
-    paired = latent - latent % 32 if common else 0
+    paired = latent - latent % 32 if common else 0  # columns that _context4 adds, two vectors at a time
     for p in range(0, fours, 4):
         i = start + p
         products(cache, (i, i + 1, i + 2, i + 3), work, (g, g + 1, g + 2, g + 3), 0, s, (0, p))
@@ -564,7 +564,7 @@ def attend(kv_b: Matrix, q: np.ndarray, cache: np.ndarray, position: int, v_dim:
     each = d - (width - latent) + v_dim
     if kv_b.shape[0] != heads * each or not latent <= width <= latent + d or not 0 <= position <= len(cache) - T:
         raise ValueError(f"attend: queries {q.shape} at position {position}, cache {cache.shape}, "
-                         f"kv_b_proj {kv_b.shape} and values of {v_dim} do not fit")
+                         f"kv_b_proj {kv_b.shape} and values of width {v_dim} do not fit")
     pitch = -(-width // 16) * 16 + -(-latent // 16) * 16 + 16
     out = np.empty((T, heads * v_dim), np.float32)
 
@@ -630,26 +630,26 @@ for shape in ((5, 7, 3, 9, 50, 11, 130, 1), (4, 16, 4, 8, 96, 9, 60, 1), (1, 12,
 #
 # ## 3.1.6 The layer
 #
-# Projections in, cache row out, attention, gate, projection back. The two latent norms use 1e-6 whatever `rms_norm_eps`
-# says: the reference class's default, which the config does not mention.
+# The layer projects its input, writes the cache rows, attends, gates the result and projects it back. The two latent
+# norms use 1e-6 whatever `rms_norm_eps` says: the reference class's default, which the config does not mention.
 
 # %% tags=["export"]
 LATENT_EPS = 1e-6  # epsilon of the two latent norms: the reference class's default, not the config's rms_norm_eps
 
 
 class MLAShape(NamedTuple):
-    "The numbers of an MLA layer. They are the same in all MLA layers of a model."
+    "Sizes and constants of an MLA layer, the same in all MLA layers of a model."
 
     heads: int  # 96 in K3
-    nope: int  # key numbers a head has for itself, qk_nope_head_dim: 128
+    nope: int  # key numbers of each head's own, qk_nope_head_dim: 128
     rope: int  # extra key numbers that all heads share, qk_rope_head_dim: 64
     v_dim: int  # width of a head's value, v_head_dim: 128
     latent: int  # width of the latent, kv_lora_rank: 512
-    latent_eps: float = LATENT_EPS
+    latent_eps: float = LATENT_EPS  # of q_a_layernorm and kv_a_layernorm
 
     @property
     def cache_width(self) -> int:
-        "Numbers of a position in the cache."
+        "float32 numbers that the cache holds of a position: latent + rope."
         return self.latent + self.rope
 
 
@@ -673,9 +673,9 @@ def mla_layer(W: LayerWeights, x: np.ndarray, cache: np.ndarray, position: int, 
 
     `x` float32 [T, H] is the layer's normed input. `W` has the short names that `tensors` lists for "mla"; each is
     taken once, in that order. `cache` float32 [capacity, latent + rope] holds the rows before `position`; the call
-    writes [normed latent | extra dims] of `x` to the next T rows. Calls with the same tokens, however cut, give the
-    same bits, and so does any number of `threads`. Raises ValueError where shapes do not fit, NotFinite where a number
-    is infinite or NaN.
+    writes [normed latent | extra dims] of `x` to the next T rows. The bits depend neither on how the
+    tokens are cut into calls nor on `threads`. Raises ValueError where shapes do not fit, NotFinite where a number is
+    infinite or NaN.
     """
     T, latent = len(x), shape.latent
     if position + T > len(cache):

@@ -63,8 +63,8 @@ toy_block = 3
 # | $p = (7, 1)$ | 5 | (1.4, 0.2) | 3.5 ln 3 | ¾ |
 #
 # $h = ¼(1,1) + ¾(7,1) = (5.5, 1)$. The norm is for the score alone: the sources are mixed as they are. Ten times $p$
-# has the same score and the same weight, and gives $h = (52.75, 7.75)$: a loud source stays loud, but cannot shout its
-# way into the choice.
+# has the same score and the same weight, and gives $h = (52.75, 7.75)$: a large source stays large in the mix, but its
+# size does not raise its weight.
 #
 # ## 3.2.2 The mix, in float64
 #
@@ -187,8 +187,8 @@ assert np.allclose(y, [[5.5, 1]], rtol=1e-6)
 
 # %% [markdown]
 # `fixtures/ops/attn_res` holds nine sources whose size runs from 1e-3 to 1e4, mixed by fla-core's reference in float64
-# for $n = 1 \dots 9$, and once with scores in the hundreds. Allowed: 1e-5 of the largest output. One source must come
-# back as it is.
+# for $n = 1 \dots 9$, and once with scores in the hundreds. Allowed: 1e-5 of the largest output. With one source, the
+# mix must return that source unchanged.
 
 # %%
 TOLERANCE = 1e-5

@@ -57,8 +57,8 @@ tokens = 1024  # for the load experiment of 4.1.5
 # | 2 | 0.25 | 0.6 | 0.85 | 1st | 0.25 / 0.75 = 1/3 |
 # | 3 | 0.75 | 0.0 | 0.75 | | |
 #
-# The bias decides *who* speaks. How loudly is decided by $s$ alone: the first-ranked expert gets the smaller weight
-# here. With $k=3$ experts 1 and 3 tie for the last seat, and the lower id takes it.
+# The bias decides *which* experts are chosen. Their weights follow from $s$ alone: here the first-ranked expert gets
+# the smaller weight. With $k=3$, experts 1 and 3 tie for the last place, and the lower id takes it.
 
 # %% [markdown]
 # ## 4.1.2 The rule, in float64
@@ -96,8 +96,9 @@ for k in (2, 3):
 #
 # ## 4.1.3 One pass, in float32
 #
-# The kernel keeps a sorted list of the $k$ best so far. An expert enters only with a *strictly* larger $s+b$, so
-# that of two equal ones the earlier, lower id stays ahead. The sum of scores runs in rank order: one order, one result.
+# The kernel keeps a sorted list of the $k$ best so far. An expert enters only with a *strictly* larger $s+b$, so of two
+# experts with equal $s+b$, the one with the lower id stays ahead. The sum of scores runs in rank order: one order, one
+# result.
 
 # %% tags=["export"]
 @kernel
@@ -125,7 +126,7 @@ def _route(logits, bias, scale, best, ids, weights):
 
 
 # %% [markdown]
-# The function around the kernel refuses what the kernel could not notice (4.1.7).
+# The function around the kernel refuses inputs whose faults the kernel could not notice (4.1.7).
 
 # %% tags=["export"]
 def route(logits: np.ndarray, bias: np.ndarray, k: int, scale: float) -> tuple[np.ndarray, np.ndarray]:

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 4.2 Latent experts: sixteen in half the width, two that always speak
 #
-# K3 keeps 93% of its bytes in experts that work on a 3,584-wide shadow of the 7,168-wide hidden state. At the end you
-# can run one such layer from packed weights, fetch each expert once for a whole chunk, and get the same bytes in
-# whatever order they arrive.
+# K3 keeps 93% of its bytes in experts that work on a 3,584-wide projection of the 7,168-wide hidden state. At the end
+# you can run one such layer from packed weights, fetch each expert once for a whole chunk, and get the same bytes in
+# whatever order the experts arrive.
 #
 # [4.1 The router: sixteen of 896, steered by a bias](01_router.ipynb) ·
 # [contents](../README.md) ·
@@ -68,8 +68,8 @@ latent, intermediate = 3584, 3072  # of the expert that is timed in 4.2.7: K3's 
 # capped up value is $25 \cdot \tfrac12$; together $2 \cdot 0.9 \cdot 12.5 = 22.5$.
 #
 # Two experts answer $(3, 0)$ and $(0, 1)$, each with weight ½. The sum is $(1.5, 0.5)$, its root mean square
-# $\sqrt{1.25}$, so the norm gives $(1.342, 0.447)$. Norming each answer first would give $(0.707, 0.707)$: that one of
-# them spoke three times louder is forgotten.
+# $\sqrt{1.25}$, so the norm gives $(1.342, 0.447)$. Norming each answer first would give $(0.707, 0.707)$: the
+# information that one answer was three times as large would be lost.
 
 # %%
 answers, half = np.array([[3., 0], [0, 1]]), np.array([.5, .5])
@@ -144,8 +144,8 @@ assert (np.abs(y - fixture["y"]) <= 1e-5 * np.abs(fixture["y"]) + 1e-12).all()
 print(f"{len(y)} pairs, each within 1e-5 of its value: True; largest {np.abs(y).max():.1f}")
 
 # %% [markdown]
-# The fixture crosses 51 values from ±0.001 to ±1000 and 0. Below are six wrong forms. Near zero all of them
-# agree with SiTU, so a test with small numbers passes every one.
+# The fixture combines 51 values from ±0.001 to ±1000 and 0. Below are six wrong forms. Near zero all of them agree with
+# SiTU, so a test with small numbers passes every one.
 
 # %%
 g, u = fixture["gate"].astype(np.float64), fixture["up"].astype(np.float64)
@@ -243,7 +243,7 @@ class Expert(NamedTuple):
 
     @classmethod
     def packed(cls, arrays: Sequence[Any]) -> "Expert":
-        "From six arrays (or extents) in the order of the files: packed weights and scales of w1, of w2, of w3."
+        "An Expert from six arrays or extents, in file order: packed weights and scales of w1, of w2, of w3."
         return cls(*(PackedMatrix(*arrays[i:i + 2]) for i in (0, 2, 4)))
 
 
@@ -307,14 +307,14 @@ assert len(sums) > 1
 
 # %% [markdown]
 # So answers are stored until all have been computed, and the sum runs in rank order. The layer does not ask where an
-# expert comes from. It says early which ones it needs, and later hands over the work to do with each of them.
+# expert comes from. It announces early which experts it needs, and later passes the function to call with each of them.
 
 # %% tags=["export"]
 class LayerExperts(Protocol):
     "The routed experts of one layer."
 
     def request(self, ids: list[int]) -> None:
-        "Say which experts the next map() is for: each id once, rising. Reading may begin now."
+        "Announce the experts of the next map(): each id once, in rising order. Reading may begin now."
 
     def map(self, work: Callable[[int, Expert], None], threads: int) -> None:
         "Call work(id, expert) once for each requested expert, in any order, on at most `threads` threads at once."
@@ -323,7 +323,7 @@ class LayerExperts(Protocol):
 # %% [markdown]
 # The (token, rank) pairs of a chunk are sorted by expert: the tokens of one expert become neighbouring rows, written by
 # one product, and `place` says where each pair went. Those rows belong to that expert alone, so `experts.map` may call
-# for several experts at once, on any thread.
+# `work` for several experts at once, on any thread.
 
 # %% tags=["export"]
 @kernel
@@ -352,12 +352,12 @@ def routed_sum(experts: LayerExperts, z: np.ndarray, ids: np.ndarray, weights: n
     place = np.empty(T * k, np.int64)
     place[pairs] = np.arange(T * k)
     chosen, counts = np.unique(ids, return_counts=True)
-    rows_of = {int(e): slice(end - n, end) for e, n, end in zip(chosen, counts, np.cumsum(counts))}  # not yet computed
+    rows_of = {int(e): slice(end - n, end) for e, n, end in zip(chosen, counts, np.cumsum(counts))}  # yet to compute
     rows = np.empty((T * k, z.shape[1]), np.float32)
 
     def work(e, expert):
         if e not in rows_of:
-            raise RuntimeError(f"expert {e} arrived, but those still due are {sorted(rows_of)}")
+            raise RuntimeError(f"expert {e} arrived, expected one of {sorted(rows_of)}, each once")
         mine = rows_of.pop(e)
         try:
             expert_mlp(expert, z[pairs[mine] // k], situ, rows[mine])
@@ -443,11 +443,11 @@ for change in (lambda ids: ids[:-1], lambda ids: ids + ids[:1], lambda ids: [str
 # ## 4.2.6 The layer
 #
 # The router comes first, and its experts are requested at once: the down-projection and the shared path compute while
-# the disk reads. Then the norm of the sum, the up-projection, and the shared path added without a weight.
+# the disk reads. Then follow the norm of the sum and the up-projection, and the shared path is added without a weight.
 
 # %% tags=["export"]
 class MoEShape(NamedTuple):
-    "The numbers of an MoE layer. They are the same in all MoE layers of a model."
+    "Sizes and constants of an MoE layer, the same in all MoE layers of a model."
 
     top_k: int  # experts a token chooses, the config's num_experts_per_token: 16
     scale: float  # routed_scaling_factor: 1
@@ -461,9 +461,9 @@ def moe_layer(W: LayerWeights, experts: LayerExperts, x: np.ndarray, shape: MoES
 
     `x` float32 [T, H] is the normed input. `W` has the short names that `tensors` lists for "moe"; each is taken once,
     in that order. `experts` are requested as soon as they are known; on_route(ids, weights) is then called with the
-    routing, int32 and float32 [T, top_k]. Calls with the same tokens, however cut, give the same bits, and so does any
-    number of `threads` and any order of the experts. Raises ValueError where shapes do not fit, NotFinite where a
-    number is infinite or NaN.
+    routing, int32 and float32 [T, top_k]. The bits depend neither on how the tokens are cut into calls nor on
+    `threads` nor on the order of the experts. Raises ValueError where shapes do not fit, NotFinite where a number is
+    infinite or NaN.
     """
     ids, weights = route(linear(W["gate"], x, threads), W["e_score_correction_bias"], shape.top_k, shape.scale)
     experts.request(np.unique(ids).tolist())
@@ -493,9 +493,9 @@ for case, (suffix, scale) in cases.items():
 
 
 # %% [markdown]
-# The fixture comes twice: *plain*, and *quiet*, where the experts whisper (small `w2` scales) and the scaling factor is
-# 2.5. The norm divides any common factor of the weights away, unless the sum is so small that `eps` counts. Only there
-# can a wrong factor be seen.
+# The fixture comes twice: *plain*, and *quiet*, where the experts' answers are small (small `w2` scales) and the
+# scaling factor is 2.5. The norm divides any common factor of the weights away, unless the sum is so small that `eps`
+# counts. Only there can a wrong factor be seen.
 #
 # Below is the layer in float64, with eleven places to go wrong.
 
