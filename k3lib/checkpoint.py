@@ -24,7 +24,7 @@ _SHARD = re.compile(r"model-(\d{5,6})-of-(\d{5,6})\.safetensors", re.ASCII)
 def shard_names(folder: str | os.PathLike[str]) -> list[str]:
     """The checkpoint's file names in order: model.safetensors alone, or every model-XXXXX-of-YYYYYY.safetensors.
 
-    Raises FileNotFoundError if the folder does not exist, CheckpointError if a file is missing or is one too many.
+    Raises FileNotFoundError if the folder does not exist, CheckpointError if there is a file too few or too many.
     """
     if not os.path.isdir(folder):
         what = "a file" if os.path.exists(folder) else "no such folder"
@@ -107,7 +107,7 @@ def check_index(index: TensorIndex, path: str) -> None:
         return
     payload = int(index.nbytes().sum())
     shard, totals = np.append(index.shard, -1), []
-    seen = np.zeros(len(shard), bool)  # the last element stands for row -1 and is never set
+    seen = np.zeros(len(shard), bool)  # the last element is row -1, which is never marked
     for piece in index_pieces(path, 2 * (sum(index.file_sizes) - payload) + 1_000_000):
         _mark_listed(index, shard, path, piece["weight_map"], seen)
         metadata = piece.get("metadata", {})
@@ -209,7 +209,7 @@ class Checkpoint:
         return self.index.count_of(prefix)
 
     def raw(self, name: str) -> np.ndarray:
-        "A tensor's bits as stored: uint16 for BF16, uint8 for F8, else numpy's type of the same name."
+        "A tensor's bits: uint16 for BF16, uint8 for F8, else numpy's type of that name. Raises CheckpointError."
         row = self._row(*split_name(name))
         extent = self.index.extent(row)
         out = np.empty(extent.shape, ARRAY_DTYPES[extent.dtype])
@@ -218,7 +218,7 @@ class Checkpoint:
         return out
 
     def tensor(self, name: str) -> np.ndarray:
-        "A tensor's values: BF16 as float32, exactly; other types as they are. Raises CheckpointError for F8."
+        "A tensor's values: BF16 as float32, exactly; other types as they are. Raises CheckpointError, also for F8."
         extent, bits = self.extent(name), self.raw(name)
         if extent.dtype.startswith("F8"):
             raise CheckpointError(f"{extent.file}: tensor {name}: {extent.dtype} has no numpy type, "

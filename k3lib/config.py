@@ -27,7 +27,10 @@ MAX_CONFIG_BYTES = 4_000_000
 
 
 def load_json(path: str | os.PathLike[str]) -> dict:
-    "The JSON object in the file `path`. Raises ConfigError if it has over 4 MB, nests too deep or has a key twice."
+    """The JSON object in the file `path`.
+
+    Raises FileNotFoundError if it does not exist, ConfigError if it is empty, has over 4 MB or json_object refuses it.
+    """
     return json_object(small_file(path, MAX_CONFIG_BYTES, ConfigError), path, ConfigError)
 
 
@@ -94,7 +97,7 @@ class Reading:
         return f"text_config.{name}", self.need(f"text_config.{name}") if needed else inner
 
 
-INTEGERS = {
+INTEGERS = {  # key in text_config: (name in Config, least and greatest value that is accepted)
     "vocab_size": ("vocab_size", 1, 2**24),
     "hidden_size": ("hidden_size", 1, 2**17),
     "num_hidden_layers": ("num_hidden_layers", 1, 2**12),
@@ -118,7 +121,7 @@ INTEGERS = {
 }
 
 
-REALS = {
+REALS = {  # the same for real numbers
     "rms_norm_eps": ("rms_norm_eps", 1e-12, 1.0),
     "routed_scaling_factor": ("routed_scaling_factor", 1e-6, 1e6),
     "activation_situ_beta": ("activation_situ_beta", 1e-6, 1e6),
@@ -127,7 +130,7 @@ REALS = {
 }
 
 
-FIXED = {
+FIXED = {  # key in text_config: its only value that is implemented
     "hidden_act": "situ",
     "moe_router_activation_func": "sigmoid",
     "moe_renormalize": True,
@@ -140,7 +143,7 @@ FIXED = {
 }
 
 
-FIXED_IF_GIVEN = {
+FIXED_IF_GIVEN = {  # as FIXED, but the field may be absent
     "moe_layer_freq": 1,
     "num_nextn_predict_layers": 0,
     "topk_method": "noaux_tc",
@@ -191,7 +194,7 @@ def read_token_ids(r: Reading, vocab: int | None) -> dict[str, Any]:
 
 
 def read_layer_lists(r: Reading, layers: int | None) -> tuple[frozenset[int], frozenset[int]]:
-    "The KDA and MLA layers as two sets counted from 0. The lists count from 1; each of 1..layers must be in one."
+    "The KDA and MLA layers as sets that count from 0. The lists count from 1; each of 1..layers must be in one, once."
     lists = {}
     for name in ("kda_layers", "full_attn_layers"):
         path = f"text_config.linear_attn_config.{name}"

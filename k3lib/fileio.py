@@ -34,7 +34,7 @@ class CheckpointError(K3Error):
     exit_code = 4
 
 
-MAX_READ = 1 << 26  # bytes asked of one call: far below the 2 GiB that systems allow, so that a signal is heard soon
+MAX_READ = 1 << 26  # bytes asked of one call: far below the systems' 2 GiB, so that Python handles signals soon
 
 
 def read_exactly(

@@ -44,7 +44,7 @@ def header_bytes(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
 
 
 def braced_object(text: bytes | bytearray, where: str) -> dict:
-    "json_object of `text`, which `where` names, and which must begin with the brace: the format allows no space there."
+    "json_object(text, where) of a text that must begin with its brace: safetensors allows no space before it."
     if text[:1] != b"{":
         raise CheckpointError(f"{where} begins with {bytes(text[:1])!r}, expected the '{{' of a JSON object")
     return json_object(text, where)
@@ -106,15 +106,15 @@ def parse_header(text: bytes | bytearray, data_bytes: int, where: str) -> list[E
     CheckpointError.
     """
     if len(text) > PLAIN_MAX:
-        raise CheckpointError(f"{where}: header of {len(text):,} bytes is not plainly right, "
-                              f"expected at most {PLAIN_MAX:,} to look for the fault in")
+        raise CheckpointError(f"{where}: header of {len(text):,} bytes is damaged or unusually written, "
+                              f"expected at most {PLAIN_MAX:,} bytes for such a header")
     entries = _metadata_checked(braced_object(text, f"{where}: header"), where)
     rows = sorted((_entry(where, name, entry) for name, entry in entries.items()), key=itemgetter(3, 4))
     at, before = 0, "the header"
     for name, _, _, begin, end in rows:
         if end > data_bytes:
             raise CheckpointError(f"{where}: tensor {shown_value(name)} ends at data byte {end:,}, "
-                                  f"expected at most {data_bytes:,}, which is what the file holds: truncated?")
+                                  f"expected at most {data_bytes:,}, the data bytes of the file: truncated?")
         if begin != at:
             what = "gap" if begin > at else "overlap"
             raise CheckpointError(f"{where}: tensor {shown_value(name)} begins at data byte {begin:,}, "
@@ -204,7 +204,7 @@ def key_of(number: Any, first: Any, second: Any) -> Any:
 
 
 def keys_of(names: list[str], number: Callable[[str], int]) -> np.ndarray:
-    "The sort keys of `names`, int64 [names]: key_of split_name, with `number(pattern)` for the pattern's number."
+    "The sort key of each of `names`, int64 [names]: key_of(number(pattern), first, second), as split_name splits it."
     text = "\n".join(names) + "\n"
     texts = _LINES.split(text)
     layer, expert, ending = (texts[i::4] for i in (1, 2, 3))
@@ -265,7 +265,7 @@ class TensorIndex:
             columns = HeaderColumns([row[0] for row in rows], np.arange(len(rows)), begin, end, kinds)
         key = keys_of(columns.names, lambda pattern: self._number.setdefault(pattern, len(self._number)))
         if len(self._number) > PATTERNS_MAX:
-            raise CheckpointError(f"{file}: {len(self._number):,} different names so far, numbers taken out, "
+            raise CheckpointError(f"{file}: {len(self._number):,} different names so far, not counting numbers, "
                                   f"expected at most {PATTERNS_MAX:,}")
         numbers = [self._kind_number.setdefault(kind, len(self._kind_number)) for kind in columns.kinds]
         kind, shard = np.array(numbers, np.int32)[columns.kind], np.full(len(key), len(self.files), np.int32)
@@ -298,7 +298,7 @@ class TensorIndex:
         return join_name(self.patterns[key >> 2 * NUMBER_BITS], first - 1, second - 1)
 
     def row(self, pattern: str, first: int, second: int) -> int:
-        "The row of the tensor whose name split_name split into these three, or -1 if there is none."
+        "The row of the tensor whose name split_name splits into these three parts, or -1 if there is none."
         number = self._number.get(pattern)
         if number is None or not (-1 <= first < NUMBER_MASK and -1 <= second < NUMBER_MASK):
             return -1

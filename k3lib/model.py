@@ -19,19 +19,19 @@ from k3lib.tensors import ATTENTION_NORMS, FFN_NORMS, FINAL, HEAD, layer_parts, 
 
 
 def kda_shape(config: Config) -> KDAShape:
-    "The numbers of the KDA layers of a model."
+    "The KDAShape of all KDA layers of a model."
     c = config
     return KDAShape(c.kda_num_heads, c.kda_head_dim, c.kda_conv_kernel, c.kda_gate_lower_bound, c.rms_norm_eps)
 
 
 def mla_shape(config: Config) -> MLAShape:
-    "The numbers of the MLA layers of a model."
+    "The MLAShape of all MLA layers of a model."
     c = config
     return MLAShape(c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim, c.kv_lora_rank)
 
 
 def moe_shape(config: Config) -> MoEShape:
-    "The numbers of the MoE layers of a model; dense layers use its `situ`."
+    "The MoEShape of all MoE layers of a model. Dense layers use its `situ`."
     c = config
     situ = Situ(c.activation_situ_beta, c.activation_situ_linear_beta)
     return MoEShape(c.num_experts_per_token, c.routed_scaling_factor, situ, c.rms_norm_eps)
@@ -52,7 +52,7 @@ class Sequence:
     def reset(self) -> None:
         "Forget everything: zero KDA states, empty KV caches, position 0."
         self.complete, self.position = False, 0
-        self.layers: list[Any] = []  # the old arrays go before the new ones come: the budget has room for one set
+        self.layers: list[Any] = []  # free the old arrays before allocating new ones: the budget has room for one set
         self.layers = [self._empty_state(L) for L in range(self.config.num_hidden_layers)]
         self.complete = True
 
@@ -115,7 +115,7 @@ class PartWeights:
 
 
 class RoutedExperts(Protocol):
-    "Where the routed experts come from."
+    "The routed experts of all layers."
 
     def layer(self, L: int) -> LayerExperts:
         "The experts of layer L, as moe_layer takes them."
@@ -139,9 +139,10 @@ class Model:
                 watch: Callable[[str, int | None, Any], object] | None = None) -> np.ndarray:
         """Read the chunk `ids` (T >= 1 of them); logits float32 [wanted, vocab] of its last `wanted` tokens.
 
-        Moves `sequence` on by T positions. `watch(name, layer, value)` is shown "router" (ids and weights, [T, k]) and
-        "hidden" (the running sum, [T, H]) of every layer, then "blocks", "mix" and "norm". Raises NotFinite for a
-        number that is infinite or NaN, its `tensor` the name of the weight that was taken last.
+        Advances `sequence` by T positions. Calls `watch(name, layer, value)` for every layer with "router" (ids and
+        weights, [T, k]; not for a dense layer) and "hidden" (the running sum, [T, H]), then with "blocks", "mix" and
+        "norm" and layer None. Raises NotFinite if a number is infinite or NaN; its `tensor` is the name of the weight
+        that was taken last.
         """
         weights, watch = PassWeights(self._weight), watch or (lambda *_: None)
         sequence.complete = False
@@ -185,14 +186,14 @@ class Model:
         return rms_norm(stream.mixed(norm, proj), layernorm, self.config.rms_norm_eps)
 
     def _attention(self, L, kind, weights, x, sequence):
-        "KDA or MLA of layer L for normed input `x`; moves the layer's state on. float32 [T, H]."
+        "KDA or MLA of layer L for normed input `x`, float32 [T, H]. Advances the layer's state."
         W, state = weights.part(L, kind), sequence.layers[L]
         if kind == "kda":
             return kda_layer(W, x, state, self._kda, self.threads)
         return mla_layer(W, x, state, sequence.position, self._mla, self.threads)
 
     def _feed_forward(self, L, kind, weights, x, watch):
-        "The dense MLP or the experts of layer L for normed input `x`. float32 [T, H]."
+        "The dense MLP or the experts of layer L for normed input `x`, float32 [T, H]."
         W = weights.part(L, kind)
         if kind == "dense":
             return dense_mlp(W, x, self._moe.situ, self.threads)

@@ -56,7 +56,7 @@ def open_read(path: str | os.PathLike[str], direct: bool = False) -> int:
 
 
 def keep_uncached(fd: int) -> bool:
-    "Ask that reads of `fd` leave no pages in the page cache (macOS: F_NOCACHE). False if there is no such switch."
+    "Ask that reads of `fd` leave no pages in the page cache (macOS: F_NOCACHE). False if that fails."
     if fcntl is None or not hasattr(fcntl, "F_NOCACHE"):
         return False
     try:
@@ -94,7 +94,7 @@ COMPILED_PREAD = sys.platform == "linux" and sys.maxsize > 2**32  # may machine 
 def data_runs(fd: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
     """The (begin, end) of the parts of bytes `begin`..`end` of the file `fd` that are not holes, in order.
 
-    All of begin..end is one part where the system or the file system cannot tell.
+    Where the system or the file system cannot tell holes from data, the bytes that remain are one part.
     """
     while begin < end:
         try:

@@ -16,8 +16,8 @@ class Row(NamedTuple):
     """One row of TABLE: a tensor that every layer of a kind has, or that the model has once.
 
     `short` is its name in a layer's equations. `name` is its name in the checkpoint without the layer's prefix, with
-    '#' for an expert's number. `shape` holds symbols of `sizes`. `together` is such a symbol too: that many rows of
-    the matrix must stay in one row block.
+    '#' for an expert's number. `shape` holds symbols of `sizes`. `together` is a symbol too: its value is the
+    number of neighbouring rows that must stay in one row block.
     """
     short: str
     name: str
@@ -174,7 +174,7 @@ def place_of(name: str) -> Place:
 
 
 def layer_of(name: str) -> int | None:
-    "The layer that a tensor belongs to, or None."
+    "The layer that a tensor belongs to, or None if it belongs to no layer."
     pattern, layer, _ = split_name(name)
     return layer if pattern.startswith(LAYER_PATTERN) else None
 
@@ -356,8 +356,8 @@ def check_tensors(config: Config, checkpoint: TensorList) -> None:
                               f"{', '.join(missing[:4])}{', ...' * (len(missing) > 4)}")
     known = {name for name, _, _ in text_tensors(config)}
     extra = next(name for name in checkpoint.names() if name.startswith(TEXT_STACK) and name not in known)
-    raise CheckpointError(f"{checkpoint.extent(extra).file}: {extra} is there, the config implies no such tensor: "
-                          "its layers or experts are fewer")
+    raise CheckpointError(f"{checkpoint.extent(extra).file}: {extra} found, expected no tensor of that name: "
+                          "the config does not imply it")
 
 
 __all__ = [

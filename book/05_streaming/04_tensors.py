@@ -63,8 +63,8 @@ class Row(NamedTuple):
     """One row of TABLE: a tensor that every layer of a kind has, or that the model has once.
 
     `short` is its name in a layer's equations. `name` is its name in the checkpoint without the layer's prefix, with
-    '#' for an expert's number. `shape` holds symbols of `sizes`. `together` is such a symbol too: that many rows of
-    the matrix must stay in one row block.
+    '#' for an expert's number. `shape` holds symbols of `sizes`. `together` is a symbol too: its value is the
+    number of neighbouring rows that must stay in one row block.
     """
     short: str
     name: str
@@ -274,7 +274,7 @@ def place_of(name: str) -> Place:
 
 
 def layer_of(name: str) -> int | None:
-    "The layer that a tensor belongs to, or None."
+    "The layer that a tensor belongs to, or None if it belongs to no layer."
     pattern, layer, _ = split_name(name)
     return layer if pattern.startswith(LAYER_PATTERN) else None
 
@@ -521,7 +521,8 @@ for f in folded:
 
 
 # %% [markdown]
-# What such a comparison needs of a checkpoint is little: a count, and the kinds of a family.
+# The comparison needs only two answers from a checkpoint: how many tensors have a prefix, and which types and shapes
+# the tensors of a family have.
 
 # %% tags=["export"]
 class TensorList(Protocol):
@@ -546,8 +547,8 @@ def _families_agree(config: Config, checkpoint: TensorList) -> bool:
 
 
 # %% [markdown]
-# Only if they do not agree are names spelled, to find the first tensor that is missing, has another type or shape, or
-# is not implied by the config.
+# Only if the families do not agree does check_tensors spell names, to find the first tensor that is missing, has
+# another type or shape, or is not implied by the config.
 
 # %% tags=["export"]
 def check_tensors(config: Config, checkpoint: TensorList) -> None:
@@ -572,8 +573,8 @@ def check_tensors(config: Config, checkpoint: TensorList) -> None:
                               f"{', '.join(missing[:4])}{', ...' * (len(missing) > 4)}")
     known = {name for name, _, _ in text_tensors(config)}
     extra = next(name for name in checkpoint.names() if name.startswith(TEXT_STACK) and name not in known)
-    raise CheckpointError(f"{checkpoint.extent(extra).file}: {extra} is there, the config implies no such tensor: "
-                          "its layers or experts are fewer")
+    raise CheckpointError(f"{checkpoint.extent(extra).file}: {extra} found, expected no tensor of that name: "
+                          "the config does not imply it")
 
 
 # %% [markdown]

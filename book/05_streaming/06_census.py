@@ -126,10 +126,10 @@ def _columns(index: TensorIndex) -> _Columns:
 class _Groups(NamedTuple):
     "Groups of rows of equal label, one element a group; `whole` is True if the group is contiguous in one file."
     label: np.ndarray
-    shard: np.ndarray
-    offset: np.ndarray
-    nbytes: np.ndarray
-    tensors: np.ndarray
+    shard: np.ndarray  # of the group's first tensor
+    offset: np.ndarray  # of the group's first tensor, from the start of the file
+    nbytes: np.ndarray  # of all its tensors
+    tensors: np.ndarray  # how many
     whole: np.ndarray
 
 
@@ -172,9 +172,10 @@ def _expert_groups(index: TensorIndex, columns: _Columns) -> _Groups:
 class Census:
     """Counts and sizes of a checkpoint, from its headers. Sizes are in bytes.
 
-    `expert_bytes` is the size of the largest expert. `parameters` are those of the text stack, `always_active` are
-    those without the routed experts. `active_per_token` counts `experts_per_token` experts in each layer that has any,
-    and no embedding; it is None if experts_per_token is not known.
+    `expert_bytes` is the size of the largest expert. `largest_layer` is the layer with the most bytes of trunk, -1 if
+    no layer has any. `parameters` are those of the text stack, `always_active` are those without the routed experts.
+    `active_per_token` counts `experts_per_token` experts in each layer that has any, and no embedding; it is None if
+    experts_per_token is not known.
     """
     shards: int
     tensors: int
@@ -335,9 +336,9 @@ plt.show()
 # %% [markdown]
 # ## 5.6.4 Contiguous, or not
 #
-# The format does not promise that a layer's tensors are neighbours. In the order that gives the published sizes they
-# are, and a copy of the trunk to a faster disk (5.19) relies on it. So the report names each layer whose trunk is not
-# contiguous, and the tensor that interrupts it.
+# The format does not promise that a layer's tensors are neighbours. In the order of tensors that gives the published
+# sizes, they are neighbours, and a copy of the trunk to a faster disk (5.19) relies on it. So the report names each
+# layer whose trunk is not contiguous, and the tensor that interrupts it.
 
 # %% tags=["export"]
 class Run(NamedTuple):

@@ -56,7 +56,7 @@ _SHARD = re.compile(r"model-(\d{5,6})-of-(\d{5,6})\.safetensors", re.ASCII)
 def shard_names(folder: str | os.PathLike[str]) -> list[str]:
     """The checkpoint's file names in order: model.safetensors alone, or every model-XXXXX-of-YYYYYY.safetensors.
 
-    Raises FileNotFoundError if the folder does not exist, CheckpointError if a file is missing or is one too many.
+    Raises FileNotFoundError if the folder does not exist, CheckpointError if there is a file too few or too many.
     """
     if not os.path.isdir(folder):
         what = "a file" if os.path.exists(folder) else "no such folder"
@@ -156,7 +156,7 @@ def check_index(index: TensorIndex, path: str) -> None:
         return
     payload = int(index.nbytes().sum())
     shard, totals = np.append(index.shard, -1), []
-    seen = np.zeros(len(shard), bool)  # the last element stands for row -1 and is never set
+    seen = np.zeros(len(shard), bool)  # the last element is row -1, which is never marked
     for piece in index_pieces(path, 2 * (sum(index.file_sizes) - payload) + 1_000_000):
         _mark_listed(index, shard, path, piece["weight_map"], seen)
         metadata = piece.get("metadata", {})
@@ -176,8 +176,8 @@ def check_index(index: TensorIndex, path: str) -> None:
 #
 # A checkpoint is opened in three steps: find the files, read their headers into the index of 5.5, compare the list. The
 # files stay open. The fingerprint of each is kept, so that a file that is replaced during a run is noticed (5.9). The
-# process may need more open files than the system grants at first (5.1.6): one here, and two for a reader that bypasses
-# the page cache and sometimes cannot.
+# process may need more open files than the system grants at first (5.1.6): one here, and up to two for the reader of
+# 5.9, which bypasses the page cache where it can.
 
 # %% tags=["export"]
 DESCRIPTORS_A_FILE = 3  # one in Checkpoint, one or two in the reader of 5.9
@@ -287,7 +287,7 @@ class Checkpoint(Checkpoint):
 # %% tags=["export"]
 class Checkpoint(Checkpoint):
     def raw(self, name: str) -> np.ndarray:
-        "A tensor's bits as stored: uint16 for BF16, uint8 for F8, else numpy's type of the same name."
+        "A tensor's bits: uint16 for BF16, uint8 for F8, else numpy's type of that name. Raises CheckpointError."
         row = self._row(*split_name(name))
         extent = self.index.extent(row)
         out = np.empty(extent.shape, ARRAY_DTYPES[extent.dtype])
@@ -296,7 +296,7 @@ class Checkpoint(Checkpoint):
         return out
 
     def tensor(self, name: str) -> np.ndarray:
-        "A tensor's values: BF16 as float32, exactly; other types as they are. Raises CheckpointError for F8."
+        "A tensor's values: BF16 as float32, exactly; other types as they are. Raises CheckpointError, also for F8."
         extent, bits = self.extent(name), self.raw(name)
         if extent.dtype.startswith("F8"):
             raise CheckpointError(f"{extent.file}: tensor {name}: {extent.dtype} has no numpy type, "

@@ -3,13 +3,13 @@
 #
 # Kimi K3's text stack is one loop over 93 layers. Each layer mixes the residual blocks, attends (KDA or MLA), mixes
 # again and feeds forward. Every part has had its chapter. What is left to get wrong is the loop itself: which layer is
-# which, what is added to what, and where a block ends. A mistake there fails no shape check, and the model goes on
-# talking.
+# which, what is added to what, and where a block ends. A mistake there fails no shape check, and the model still writes
+# text.
 #
-# This chapter writes the loop twice, once in float64 for the eye and once on the book's kernels, and holds both against
-# logits, hidden states and routing that another implementation computed. At the end you can follow a token from its id
-# to its logits and name every tensor it meets, in order. All weights are in memory here; the chapters that follow take
-# them from a disk, and not one line of this loop changes.
+# This chapter writes the loop twice, once in float64, close to the equations, and once on the book's kernels, and holds
+# both against logits, hidden states and routing that another implementation computed. At the end you can follow a token
+# from its id to its logits and name every tensor it meets, in order. All weights are in memory here; the chapters that
+# follow take them from a disk, and not one line of this loop changes.
 #
 # Needs chapters 2.1 to 4.2 (the layers), 5.3 (the config), 5.4 (names) and 5.7 (the checkpoint). Runs in half a minute.
 #
@@ -224,35 +224,36 @@ for wrong in ("boundary does not clear p", "plain residual", "no final mix", "la
 # %% [markdown]
 # The last row stands for what a reader of `full_attn_layers` meets in K3: layers 92 and 93 are both MLA, and a map that
 # alternates by rule calls the last one KDA. Its tensors are not in the checkpoint; an engine that treats the missing
-# attention as zero goes on talking.
+# attention as zero still writes text.
 #
 # ## 5.8.3 The forward pass on the book's kernels
 #
-# A layer function of chapters 2 to 4 gets its numbers as one tuple: heads, widths, ceilings, epsilons. The config holds
-# them all, under the names of the released code. Three functions pick them out; nothing else in the book does.
+# A layer function of chapters 2 to 4 gets its sizes and constants as one tuple: heads, widths, ceilings, epsilons. The
+# config holds them all, under the names of the released code. Three functions read them from the config; nothing else
+# in the book does.
 
 # %% tags=["export"]
 def kda_shape(config: Config) -> KDAShape:
-    "The numbers of the KDA layers of a model."
+    "The KDAShape of all KDA layers of a model."
     c = config
     return KDAShape(c.kda_num_heads, c.kda_head_dim, c.kda_conv_kernel, c.kda_gate_lower_bound, c.rms_norm_eps)
 
 
 def mla_shape(config: Config) -> MLAShape:
-    "The numbers of the MLA layers of a model."
+    "The MLAShape of all MLA layers of a model."
     c = config
     return MLAShape(c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim, c.kv_lora_rank)
 
 
 def moe_shape(config: Config) -> MoEShape:
-    "The numbers of the MoE layers of a model; dense layers use its `situ`."
+    "The MoEShape of all MoE layers of a model. Dense layers use its `situ`."
     c = config
     situ = Situ(c.activation_situ_beta, c.activation_situ_linear_beta)
     return MoEShape(c.num_experts_per_token, c.routed_scaling_factor, situ, c.rms_norm_eps)
 
 
 # %% [markdown]
-# The embedded model's own. `latent_eps` is no field of any config (3.1.6): the shape's default stands.
+# Here are those of the embedded model. `latent_eps` is no field of any config (3.1.6): it is the default of `MLAShape`.
 
 # %%
 for found in (kda_shape(config), mla_shape(config), moe_shape(config)):
@@ -284,7 +285,7 @@ class Sequence:
     def reset(self) -> None:
         "Forget everything: zero KDA states, empty KV caches, position 0."
         self.complete, self.position = False, 0
-        self.layers: list[Any] = []  # the old arrays go before the new ones come: the budget has room for one set
+        self.layers: list[Any] = []  # free the old arrays before allocating new ones: the budget has room for one set
         self.layers = [self._empty_state(L) for L in range(self.config.num_hidden_layers)]
         self.complete = True
 
@@ -296,7 +297,7 @@ class Sequence:
 
 # %% [markdown]
 # The residual stream of chapter 3.2 in one array. `sources[:n]` are the finished blocks, the embedding first;
-# `sources[n]` is the running sum. A block ends by counting: `n += 1` turns the running sum into a finished block, and
+# `sources[n]` is the running sum. To end a block is to count: `n += 1` turns the running sum into a finished block, and
 # nothing is copied.
 
 # %% tags=["export"]
@@ -368,7 +369,7 @@ class PartWeights:
 
 # %% tags=["export"]
 class RoutedExperts(Protocol):
-    "Where the routed experts come from."
+    "The routed experts of all layers."
 
     def layer(self, L: int) -> LayerExperts:
         "The experts of layer L, as moe_layer takes them."
@@ -392,9 +393,10 @@ class Model:
                 watch: Callable[[str, int | None, Any], object] | None = None) -> np.ndarray:
         """Read the chunk `ids` (T >= 1 of them); logits float32 [wanted, vocab] of its last `wanted` tokens.
 
-        Moves `sequence` on by T positions. `watch(name, layer, value)` is shown "router" (ids and weights, [T, k]) and
-        "hidden" (the running sum, [T, H]) of every layer, then "blocks", "mix" and "norm". Raises NotFinite for a
-        number that is infinite or NaN, its `tensor` the name of the weight that was taken last.
+        Advances `sequence` by T positions. Calls `watch(name, layer, value)` for every layer with "router" (ids and
+        weights, [T, k]; not for a dense layer) and "hidden" (the running sum, [T, H]), then with "blocks", "mix" and
+        "norm" and layer None. Raises NotFinite if a number is infinite or NaN; its `tensor` is the name of the weight
+        that was taken last.
         """
         weights, watch = PassWeights(self._weight), watch or (lambda *_: None)
         sequence.complete = False
@@ -451,14 +453,14 @@ class Model(Model):
 # %% tags=["export"]
 class Model(Model):
     def _attention(self, L, kind, weights, x, sequence):
-        "KDA or MLA of layer L for normed input `x`; moves the layer's state on. float32 [T, H]."
+        "KDA or MLA of layer L for normed input `x`, float32 [T, H]. Advances the layer's state."
         W, state = weights.part(L, kind), sequence.layers[L]
         if kind == "kda":
             return kda_layer(W, x, state, self._kda, self.threads)
         return mla_layer(W, x, state, sequence.position, self._mla, self.threads)
 
     def _feed_forward(self, L, kind, weights, x, watch):
-        "The dense MLP or the experts of layer L for normed input `x`. float32 [T, H]."
+        "The dense MLP or the experts of layer L for normed input `x`, float32 [T, H]."
         W = weights.part(L, kind)
         if kind == "dense":
             return dense_mlp(W, x, self._moe.situ, self.threads)
