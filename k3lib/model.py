@@ -139,10 +139,9 @@ class Model:
                 watch: Callable[[str, int | None, Any], object] | None = None) -> np.ndarray:
         """Read the chunk `ids` (T >= 1 of them); logits float32 [wanted, vocab] of its last `wanted` tokens.
 
-        Advances `sequence` by T positions. Calls `watch(name, layer, value)` for every layer with "router" (ids and
-        weights, [T, k]; not for a dense layer) and "hidden" (the running sum, [T, H]), then with "blocks", "mix" and
-        "norm" and layer None. Raises NotFinite if a number is infinite or NaN; its `tensor` is the name of the weight
-        that was taken last.
+        Advances `sequence` by T positions. Calls `watch(name, layer, value)` for every layer with "router" (MoE: ids,
+        weights [T, k]) and "hidden" (running sum [T, H]), then with "blocks", "mix" and "norm", layer None. Raises
+        NotFinite if a number is infinite or NaN; its `tensor` is the name of the weight that was taken last.
         """
         weights, watch = PassWeights(self._weight), watch or (lambda *_: None)
         sequence.complete = False
