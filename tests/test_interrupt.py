@@ -17,8 +17,8 @@ SOON = 2.0  # seconds from signal to end
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and process groups are POSIX")
 
 
-def start(*command, script=None):
-    words = [sys.executable, *(("-c", script) if script else ("-m", "k3lib")), *map(str, command)]
+def start(*command, script=None, module="k3lib"):
+    words = [sys.executable, *(("-c", script) if script else ("-m", module)), *map(str, command)]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
                             start_new_session=True)
 
@@ -42,13 +42,27 @@ def stopped(run, number, may_be_done=False):
     return error
 
 
+BEGUN = """
+import runpy
+print("begun", flush=True)
+runpy.run_module("k3lib", run_name="__main__", alter_sys=True)
+"""
+
+
 @posix
-def test_any_moment_of_a_decode(tmp_path):
-    "The moments lie in starting, importing, loading, prefill and steps: a start takes a second or some."
+def test_any_moment_of_a_decode(tmp_path, tmp_path_factory, monkeypatch):
+    """The moments lie in importing, loading, prefill and steps: a start takes a second or some.
+
+    They are counted from where Python itself has begun. An interrupt before that is a fatal error of Python.
+    """
+    modules = tmp_path_factory.mktemp("modules")
+    (modules / "begun.py").write_text(BEGUN)
+    monkeypatch.setenv("PYTHONPATH", str(modules))
     rng = np.random.default_rng(5)
-    for number, moment in zip([signal.SIGINT, signal.SIGTERM] * 3, np.sort(rng.uniform(0.05, 2.5, 6))):
+    for number, moment in zip([signal.SIGINT, signal.SIGTERM] * 3, np.sort(rng.uniform(0, 2.5, 6))):
         run = start("decode", MODEL, "--ids", PROMPT, "--max-new-tokens", 5000, "--json", tmp_path / "r.json",
-                    "--logits", tmp_path / "l.npy")
+                    "--logits", tmp_path / "l.npy", module="begun")
+        assert run.stdout.readline() == "begun\n"
         time.sleep(moment)
         error = stopped(run, number)
         if run.returncode > 0:
