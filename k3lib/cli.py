@@ -455,11 +455,13 @@ def _parser():
 STOPPING = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 GRACE = 1.4  # seconds from a signal to the end of the process, whatever it is doing
 _received: list[int] = []  # the signals that this command has received
+_raises = False  # whether a signal raises KeyboardInterrupt: only while a command runs, where it is caught
 
 
 @contextlib.contextmanager
 def _stopping(command) -> Iterator[list[int]]:
-    """The first SIGINT or SIGTERM raises KeyboardInterrupt, later ones do nothing. Yields the list of those received.
+    """Listen to SIGINT and SIGTERM: the first one is written down, later ones do nothing. Yields the list that
+    holds it.
 
     Python runs a signal's handler between two instructions of the main thread. During a read that stalls or a kernel
     that runs long there is no such moment. So a thread is told of the signal too, through a pipe, and ends the process
@@ -492,7 +494,24 @@ def _receive(number, frame):
     "The signal handler."
     if not _received:
         _received.append(number)
-        raise KeyboardInterrupt
+        if _raises:
+            raise KeyboardInterrupt
+
+
+def _run_until_signal(args):
+    """Run the command; the first signal raises KeyboardInterrupt, and no signal does so once this has ended.
+
+    A signal that came while the handlers were put in place raises it here. One that comes after the command has ended
+    does not disturb the report of how it ended.
+    """
+    global _raises
+    try:
+        _raises = True
+        if _received:
+            raise KeyboardInterrupt
+        args.run(args)
+    finally:
+        _raises = False
 
 
 def _end_late(command, reader):
@@ -531,21 +550,22 @@ def main(argv: list[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     if threading.current_thread() is not threading.main_thread():
-        return _main(args, [])
+        return _main(args, args.run, [])
     with _stopping(args.command) as received:
-        return _main(args, received)
+        return _main(args, _run_until_signal, received)
 
 
-def _main(args, received):
+def _main(args, run, received):
+    "The exit code of run(args). What went wrong is one line on stderr."
     try:
         if sys.stdout is None:  # closed by the caller: print would lose the answer without a word
             raise OutputLost("standard output is closed")
         if getattr(args, "model", None) == "":  # an empty path is the current folder
             raise FileNotFoundError("MODEL is empty, expected a folder")
-        args.run(args)
+        run(args)
         return 0
     except (Exception, KeyboardInterrupt) as error:
-        if args.debug:
+        if args.debug and not received:
             raise
         code, text = _outcome(error, received)
         if sys.stderr is not None:

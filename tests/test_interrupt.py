@@ -17,15 +17,17 @@ SOON = 2.0  # seconds from signal to end
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and process groups are POSIX")
 
 
-def start(*command, script=None):
-    words = [sys.executable, *(("-c", script) if script else ("-m", "k3lib")), *map(str, command)]
+def start(*command, script=None, module="k3lib"):
+    words = [sys.executable, *(("-c", script) if script else ("-m", module)), *map(str, command)]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
                             start_new_session=True)
 
 
-def stopped(run, number):
-    "Send the signal. The process ends soon, with its group, the right code, and one line if k3 listened. That line."
-    running = run.poll() is None
+def stopped(run, number, may_be_done=False):
+    """Send the signal. The process ends soon, with its group, the right code, and one line if k3 listened. That line.
+
+    `may_be_done`: the command may have done its work, with exit code 0, when the signal comes.
+    """
     began = time.monotonic()
     run.send_signal(number)
     output, error = run.communicate(timeout=60)
@@ -33,24 +35,120 @@ def stopped(run, number):
     assert took < SOON, f"{took:.1f} s after signal {number}"
     with pytest.raises(ProcessLookupError):
         os.killpg(run.pid, 0)
-    assert run.returncode in (128 + number, -number) or run.returncode == 0 and not running, (run.returncode, error)
+    allowed = (128 + number, -number, 0) if may_be_done else (128 + number, -number)
+    assert run.returncode in allowed, (run.returncode, error)
     if run.returncode == 128 + number:
         assert "Traceback" not in error and "generated ids" not in output, error
     return error
 
 
+BEGUN = """
+import runpy
+print("begun", flush=True)
+runpy.run_module("k3lib", run_name="__main__", alter_sys=True)
+"""
+
+
 @posix
-def test_any_moment_of_a_decode(tmp_path):
-    "The moments lie in starting, importing, loading, prefill and steps: a start takes a second or some."
+def test_any_moment_of_a_decode(tmp_path, tmp_path_factory, monkeypatch):
+    """The moments lie in importing, loading, prefill and steps: a start takes a second or some.
+
+    They are counted from where Python itself has begun. An interrupt before that is a fatal error of Python.
+    """
+    modules = tmp_path_factory.mktemp("modules")
+    (modules / "begun.py").write_text(BEGUN)
+    monkeypatch.setenv("PYTHONPATH", str(modules))
     rng = np.random.default_rng(5)
-    for number, moment in zip([signal.SIGINT, signal.SIGTERM] * 3, np.sort(rng.uniform(0.05, 2.5, 6))):
+    for number, moment in zip([signal.SIGINT, signal.SIGTERM] * 3, np.sort(rng.uniform(0, 2.5, 6))):
         run = start("decode", MODEL, "--ids", PROMPT, "--max-new-tokens", 5000, "--json", tmp_path / "r.json",
-                    "--logits", tmp_path / "l.npy")
+                    "--logits", tmp_path / "l.npy", module="begun")
+        assert run.stdout.readline() == "begun\n"
         time.sleep(moment)
         error = stopped(run, number)
         if run.returncode > 0:
             assert error.startswith(f"k3 decode: {'interrupted' if number == signal.SIGINT else 'terminated'}"), error
     assert not list(tmp_path.iterdir())
+
+
+MOMENTS = """
+import os, signal, sys
+from k3lib import cli
+
+done = False
+
+def census(args):
+    global done
+    done = True
+
+def run_with_signal_at(moment):
+    "The exit code; 98 if a signal that came before the command had run is lost, 99 if there are fewer moments."
+    events, listening, early = 0, False, False
+
+    def at_call_or_return(frame, event, _):
+        nonlocal events, listening, early
+        listening |= frame.f_code is cli._stopping.__wrapped__.__code__
+        events += listening and event in ("call", "return")
+        if events > moment:
+            sys.setprofile(None)
+            early = not done
+            signal.raise_signal(signal.SIGTERM)
+
+    sys.setprofile(at_call_or_return)
+    code = cli.main(["census", "nowhere"])
+    sys.setprofile(None)
+    return 99 if events <= moment else 98 if early and code == 0 else code
+
+cli.COMMANDS["census"] = cli.COMMANDS["census"][0], census, ""
+moment, status = 0, None
+while status != 99:
+    child = os.fork()
+    if child == 0:
+        code = 97  # what main raises
+        try:
+            code = run_with_signal_at(moment)
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(status)
+    moment += 1
+"""
+
+
+@posix
+def test_any_moment_of_beginning_and_ending_to_listen():
+    """SIGTERM ends the process itself while k3 does not listen, and gives code 143 until the command has run.
+
+    Then the command's own code stands. Each moment, at which Python calls or returns from a function, has a child of
+    its own.
+    """
+    run = subprocess.run([sys.executable, "-c", MOMENTS], capture_output=True, text=True, cwd=ROOT, timeout=100)
+    *found, last = map(int, run.stdout.split())
+    assert set(found) == {-signal.SIGTERM, 143, 0} and last == 99, (found, run.stderr)
+    assert found[0] == found[-1] == -signal.SIGTERM
+    assert run.stderr == "k3 census: terminated\n" * found.count(143)
+
+
+DURING = """
+import signal, sys
+from k3lib import __main__, cli
+
+def read_config(path):
+    exec("import signal; signal.raise_signal(signal.Signals[path])", {"path": path})
+
+cli.read_config = read_config
+sys.exit(__main__.run())
+"""
+
+
+@posix
+@pytest.mark.parametrize("number, word", [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+def test_a_signal_during_code_that_is_run_from_a_string(tmp_path, number, word):
+    "Modules make their named tuples and data classes from such code. Python treats Ctrl-C in it in a way of its own."
+    (tmp_path / "during.py").write_text(DURING)
+    run = subprocess.run([sys.executable, "-m", "during", "plan", number.name], capture_output=True, text=True,
+                         timeout=60, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])})
+    assert (run.returncode, run.stderr) == (128 + number, f"k3 plan: {word}\n")
 
 
 @posix
@@ -70,7 +168,7 @@ def test_pack_and_synth(tmp_path):
         run, part = start(*command), []
         while run.poll() is None and not part:
             part = [*tmp_path.glob("t/*.part"), *tmp_path.glob(".m.*.part")]
-        error = stopped(run, signal.SIGTERM)
+        error = stopped(run, signal.SIGTERM, may_be_done=True)
         assert not list(tmp_path.rglob("*.part")) and not list(tmp_path.rglob(".m*")), error
         assert run.returncode == 0 or not (tmp_path / "m").exists()
     done = k3_process("pack", MODEL, tmp_path / "t", cwd=ROOT, timeout=120)

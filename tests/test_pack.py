@@ -3,12 +3,15 @@ import errno
 import os
 import shutil
 from collections import namedtuple
+from itertools import count
 
 import numpy as np
 import pytest
 from common import MODEL, same
+from interrupts import at_every_moment
 from matrices import write_model
 
+from k3lib import pack as pack_module
 from k3lib.checkpoint import Checkpoint
 from k3lib.config import read_config
 from k3lib.disk import PAGE, Files
@@ -103,6 +106,19 @@ def test_an_interrupted_packing_is_gone_on_with(tmp_path, tensor):
     assert all(path.stat().st_mtime_ns == when for path, when in done.items()), "a complete file was written again"
     assert len(list(folder.iterdir())) == 4
     check(Packed(checkpoint, order, folder), order, tensors)
+
+
+def test_an_interrupt_at_any_moment_leaves_no_half_file(tmp_path):
+    "Also between the comparison of a file and its name. What has a name is right, and packing goes on from it."
+    tensors, order = layered(layers=1)
+    checkpoint, folders = write_model(tmp_path / "m", tensors), count()
+
+    def check_folder(folder):
+        assert not list(folder.glob("*.part"))
+        pack(checkpoint, order, folder)
+
+    at_every_moment(pack_module.__file__, lambda: tmp_path / f"t{next(folders)}",
+                    lambda folder: pack(checkpoint, order, folder), check_folder, least=100)
 
 
 def test_half_a_file_of_a_run_that_died_is_written_again(tmp_path):

@@ -355,6 +355,20 @@ def test_a_failure_half_way_leaves_nothing(tmp_path, monkeypatch, error):
     assert list(tmp_path.iterdir()) == [tmp_path / "m"] and list((tmp_path / "m").iterdir()) == []
 
 
+def test_ctrl_c_right_after_the_folder_was_made_leaves_none(tmp_path, monkeypatch):
+    mkdir, made = Path.mkdir, []
+
+    def mkdir_interrupted(path, *args, **options):
+        mkdir(path, *args, **options)
+        made.append(path.name)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "mkdir", mkdir_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        synth(tmp_path / "m", "oracle")
+    assert made == [f".m.{os.getpid()}.part"] and list(tmp_path.iterdir()) == []
+
+
 def test_ctrl_c_leaves_nothing(tmp_path):
     what = "'slice', layers=2, experts=16, vocab=64, intermediate_size=2048"  # 2.1 GB, seconds of work
     target = str(tmp_path / "m")

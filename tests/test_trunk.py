@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from common import same
 from interrupts import time_limit
 from matrices import BUFFER, MATRICES, Slow, layout_of, some_tensors, write_model
 
-from k3lib import read_multiply
+from k3lib import prefetch, read_multiply
 from k3lib.disk import MAX_READERS, PAGE, Files
 from k3lib.fileio import CheckpointError
 from k3lib.layout import Buffers
@@ -395,21 +396,37 @@ def test_a_closed_trunk_says_so_and_has_let_go(make, tensors):
 
 
 @pytest.mark.parametrize("name", ["a", ROUTERS[0]])
-def test_waiting_is_counted_in_all_pools(make, tensors, name):
-    "For the rows of one matrix, or one router, that come late."
+def test_waiting_is_counted_in_all_pools(make, tensors, name, monkeypatch):
+    """For the rows of one matrix, or one router, that come a thousand seconds after the product began.
+
+    The pools see a clock that only the late read moves. So it does not matter when the system lets a thread run.
+    """
+    clock, begun, wanted, now = [0.0], threading.Event(), threading.Event(), [False]
+
+    def perf_counter():
+        found = clock[0]
+        if now[0]:
+            wanted.set()
+        return found
+
     class Late(Files):
         def read(self, buffer, extent, *args):
-            if extent.shape == tensors[name][1].shape:
-                time.sleep(0.05)
+            if extent.shape == tensors[name][1].shape and not begun.is_set():
+                begun.set()
+                assert wanted.wait(60), "the product did not begin"
+                clock[0] += 1000
             return super().read(buffer, extent, *args)
 
+    monkeypatch.setattr(prefetch, "time", SimpleNamespace(perf_counter=perf_counter, thread_time=time.thread_time))
     trunk = make(Late(), routers=ROUTERS, count=2, read_ahead=1)
+    assert begun.wait(60), "the rows are not read ahead"
     trunk.begin()
     for other in MATRICES[:MATRICES.index(name)]:
         multiplied(trunk, other, tensors[other][1])
-    waited = trunk.wait_seconds
+    assert trunk.wait_seconds == 0
+    now[0] = True
     multiplied(trunk, name, tensors[name][1])
-    assert trunk.wait_seconds - waited > 0.02
+    assert 990 < trunk.wait_seconds <= 1000, "all but the processor time of a small product"
 
 
 def test_a_trunk_without_matrices_has_no_readers(make, tensors):

@@ -153,15 +153,16 @@ def _pack_file(checkpoint: Checkpoint, file: _TrunkFile, progress: Callable[[int
             _write_file(files, file, part)
         _compare_file(files, file, file.path if complete else part, checkpoint, progress)
         files.check()
+        files.close()  # a file that is open gets no other name on Windows
+        if not complete:
+            os.replace(part, file.path)
+            sync_folder(os.path.dirname(file.path))
     except BaseException:
         if not complete and os.path.exists(part):  # half a file is of no use to the next run
             os.unlink(part)
         raise
     finally:
         files.close()
-    if not complete:
-        os.replace(part, file.path)
-        sync_folder(os.path.dirname(file.path))
 
 
 def _write_file(files: Files, file: _TrunkFile, path: str) -> None:
