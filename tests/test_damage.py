@@ -41,7 +41,7 @@ def checkpoint(folder):
 def streaming(folder):
     "A model that reads every matrix anew at every pass."
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "front", lambda sizes, nbytes: (frozenset(), 0))
+        patch.setattr(plan, "first_fit", lambda sizes, nbytes: (frozenset(), 0))
         model = k3lib.load(folder, least(folder) + 1_000_000, context=32)
     yield model
     model.close()
