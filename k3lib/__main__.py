@@ -4,7 +4,7 @@ import sys
 
 
 def run() -> int:
-    "The exit code of the command on the command line."
+    "Run the command that the command line names, and return its exit code."
     try:
         from k3lib.cli import main
 

@@ -1,4 +1,4 @@
-"""The `k3` command. Arguments in, exit code out: every command passes on to a chapter's module.
+"""The `k3` command: it reads the arguments, calls a chapter's module, and returns an exit code.
 
 The order of this file: writing outputs, a decoding run, one function a command, the arguments, signals, exit codes.
 Modules that import numpy or numba are imported inside the functions, so that `k3 --help` does not wait for them.
@@ -68,7 +68,7 @@ class OutputLost(K3Error):
 
 
 def _say(text):
-    "Print and flush. Raises OutputLost, and KeyboardInterrupt if a library has dropped that of a signal."
+    "Print and flush. Raises OutputLost; and KeyboardInterrupt if a signal came and a library dropped its exception."
     if _received:
         raise KeyboardInterrupt
     try:
@@ -93,7 +93,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def parse_ids(text: str) -> list[int]:
-    "Token ids from '1,2,3'. Raises UsageError with the word that is no id."
+    "Token ids from '1,2,3'. Raises UsageError, which shows the word that is no id."
     ids = []
     for word in str(text).replace(" ", "").split(","):
         if not word.isdecimal() or len(word) > 18:
@@ -103,9 +103,9 @@ def parse_ids(text: str) -> list[int]:
 
 
 def prompt_ids(path: str | os.PathLike, ids: str | None, prompt: str | bytes | None) -> list[int]:
-    """Token ids of the one of `ids` ('1,2,3') and `prompt` that is given. Raises UsageError.
+    """Token ids from `ids` ('1,2,3') or from `prompt`, str or bytes; the other one is None. Raises UsageError.
 
-    The encoder's memory is free again when this returns, before the plan is made.
+    The encoder is dropped before this returns, so its memory is free when the plan is made.
     """
     from k3lib.tokenizer import open_tokenizer
 
@@ -134,10 +134,10 @@ def decode(
 ) -> "Report":
     """One whole run: encode, plan, load, decode greedily, report.
 
-    `ids` '1,2,3' or `prompt`, str or bytes. `show` is given the plan, the prompt, each token as it comes, all ids and
-    their text, and the report. `logits`: a list that receives each step's float32 [vocab]; `trace`: one that receives
-    (layer, expert) of every request. `options`: ram, trunk, threads, readers of `load`. Raises what `load` raises, and
-    Interrupted with the tokens so far.
+    `ids` '1,2,3' or `prompt`, str or bytes. `show` is called with the text of the plan, the prompt, each token as it
+    comes, all ids and their text, and the report. `logits`: a list that receives each step's float32 [vocab]; `trace`:
+    one that receives (layer, expert) of every request. `options`: ram, trunk, threads, readers of `load`. Raises what
+    `load` raises, and Interrupted with the tokens so far.
     """
     from k3lib.engine import check_vocabulary
 
@@ -159,7 +159,7 @@ def decode(
 
 
 def _shown_load(path, show, **options):
-    "The model; `show` is given its plan, and a bar grows while the trunk is pinned."
+    "Load the model. `show` is called with its plan, and a bar grows while the trunk is pinned."
     from k3lib.engine import load
 
     with progress_bar(None, "B", desc="pinning", unit_scale=True) as pinning:
@@ -193,7 +193,7 @@ def _shown_run(model, ids, max_new_tokens, show, logits):
 
 
 def _run(args, **lists):
-    "Decode as the arguments say; the Report. `lists`: logits, trace as `decode` fills them."
+    "Decode as the arguments say. Returns the Report. `lists`: `logits` and `trace`, which `decode` fills."
     prompt = None if args.prompt is None else os.fsencode(args.prompt)  # bytes that are not UTF-8 stay as they are
     if args.prompt_file is not None:
         file = Path(args.prompt_file)
@@ -367,11 +367,11 @@ def _add_run(parser):
     given = parser.add_mutually_exclusive_group(required=True)
     _option(given, "--ids", "1,2,3", "the prompt as token ids")
     _option(given, "--prompt", "TEXT", "the prompt as text; names of control tokens in it stay text")
-    _option(given, "--prompt-file", "FILE", "the prompt as a file's bytes")
+    _option(given, "--prompt-file", "FILE", "the prompt as the bytes of a file")
     _option(parser, "--max-new-tokens", "N", "most tokens to generate (default: 8)", "8")
     _option(parser, "--ram", "SIZE", "most memory to use: 8GB is 8e9 bytes, 8GiB 2^33 (default: 8GB)", "8GB")
     _option(parser, "--trunk", "DIR", "read the trunk from a folder that `k3 pack` has filled from this model")
-    _option(parser, "--threads", "N", "threads of the arithmetic (default: all cores)")
+    _option(parser, "--threads", "N", "threads that compute (default: all cores)")
     _option(parser, "--readers", "N", "threads that read (default: 5; `k3 plan MODEL --measure` finds the best number)")
     return given
 
@@ -392,7 +392,7 @@ def _add_trace(parser):
 
 
 def _add_plan(parser):
-    parser.add_argument("model")
+    parser.add_argument("model", help="folder of the checkpoint")
     _option(parser, "--ram", "SIZE", "most memory to use (default: 8GB)", "8GB")
     _option(parser, "--context", "N", "positions for which there must be room (default: 1024)", "1024")
     measure = "read from the model's device for two seconds, and plan with as many readers as it can use"
@@ -400,41 +400,42 @@ def _add_plan(parser):
 
 
 def _add_census(parser):
-    parser.add_argument("model")
+    parser.add_argument("model", help="folder of the checkpoint")
     _option(parser, "--json", "FILE", "write the counts as JSON")
 
 
 def _add_verify(parser):
-    parser.add_argument("model")
+    parser.add_argument("model", help="folder of the checkpoint")
     which = parser.add_mutually_exclusive_group()
     beside = "default: MODEL.sha256 beside the model"
     _option(which, "--manifest", "FILE", f"a sha256sum file of the model's files ({beside}, if there is one)")
-    written = f"write one, if nothing is damaged ({beside})"
+    written = f"hash every file and, if nothing is damaged, write such a file ({beside})"
     which.add_argument("--write-manifest", metavar="FILE", nargs="?", const=True, help=written)
-    _option(parser, "--json", "FILE", "write the account as JSON")
+    _option(parser, "--json", "FILE", "write the result as JSON")
 
 
 def _add_pack(parser):
-    parser.add_argument("model")
-    parser.add_argument("folder", metavar="DIR")
+    parser.add_argument("model", help="folder of the checkpoint")
+    parser.add_argument("folder", metavar="DIR", help="folder for the packed trunk, outside the model's folder")
 
 
 def _add_synth(parser):
-    parser.add_argument("folder", metavar="DIR")
-    parser.add_argument("--preset", choices=["full", "slice", "oracle"], default="full")
-    parser.add_argument("--seed", type=int, default=0)
-    for name, what in (("layers", "layers"), ("experts", "experts a layer"), ("vocab", "ids in the vocabulary")):
+    presets = "full: the released shape, mostly holes; slice: full width, few layers; oracle: small (default: full)"
+    parser.add_argument("folder", metavar="DIR", help="new or empty folder for the checkpoint")
+    parser.add_argument("--preset", choices=["full", "slice", "oracle"], default="full", help=presets)
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="decides the values (default: 0)")
+    for name, what in (("layers", "number of layers"), ("experts", "experts a layer"), ("vocab", "vocabulary size")):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} (default: the preset's)")
 
 
-_RESUMES = "run again, it goes on where it was interrupted"
+_RESUMES = "after an interrupt, the same command goes on from there"
 COMMANDS: dict[str, tuple[Callable, Callable, str]] = {  # name: (its arguments, what runs, its line of help)
     "decode": (_add_decode, _decode, "greedy decoding of a prompt"),
-    "trace": (_add_trace, _trace, "record which experts a run requests; or replay a record with caches of any size"),
+    "trace": (_add_trace, _trace, "record which experts a run requests; or replay such a trace in caches of all sizes"),
     "plan": (_add_plan, _plan, "what a budget would be spent on"),
     "census": (_add_census, _census, "count a checkpoint's tensors and bytes from its headers"),
     "verify": (_add_verify, _verify, f"check every file: its header, its size, and its published hash; {_RESUMES}"),
-    "pack": (_add_pack, _pack, f"copy the trunk, read at every token, to a faster disk; {_RESUMES}"),
+    "pack": (_add_pack, _pack, f"copy the trunk, which is read for every token, to a faster disk; {_RESUMES}"),
     "synth": (_add_synth, _synth, "write a checkpoint of the released layout with made-up weights"),
 }
 

@@ -21,7 +21,7 @@ from k3lib.header import ARRAY_DTYPES, ITEMSIZE, Extent
 from k3lib.system import forget_pages, has_direct, keep_uncached, open_read, pread, zero_pages
 
 
-PAGE = 4096  # bytes: direct reads want offsets, lengths and addresses in whole pages
+PAGE = 4096  # bytes; offset, length and address of a direct read are multiples of it
 READ_UNIT = 3 << 18  # bytes that a reader reads and multiplies at a time (5.12)
 
 
@@ -31,21 +31,21 @@ def whole_pages(nbytes: int) -> int:
 
 
 def page_padded(nbytes: int) -> int:
-    "Bytes of a buffer that holds any extent of `nbytes` with the rest of its first and last page."
+    "Bytes of a buffer for an extent of `nbytes` that is read in whole pages, wherever in a page it begins."
     return whole_pages(nbytes) + PAGE
 
 
 def page_buffer(nbytes: int) -> np.ndarray:
-    "A page-aligned uint8 array of at least `nbytes`, in whole pages: zero, and uncommitted until it is written."
+    "A page-aligned uint8 array of zeros: `nbytes` in whole pages, at least one. A page takes memory once written."
     return np.frombuffer(zero_pages(max(PAGE, whole_pages(nbytes))), np.uint8)
 
 
 class File:
     """One shard, read past the page cache where the file system allows it. Any number of threads may read at a time.
 
-    `access`: "direct", or "buffered: " and why. `descriptor`: the file descriptor, and True if it reads directly.
-    `known`: the fingerprint of the file whose header was read, if there was one. Raises CheckpointError if the file
-    cannot be opened or has another fingerprint.
+    `access`: "direct", or "buffered: " and the reason. `descriptor`: the descriptor, and whether it reads directly.
+    `known`: the fingerprint that the file had when its header was read; None means the one at the first open. Raises
+    CheckpointError if the file cannot be opened or has another fingerprint.
     """
 
     def __init__(self, path: str, known: Fingerprint | None = None):
@@ -75,7 +75,7 @@ class File:
         "Read through the page cache from now on."
         with self._lock:
             if self._opened and not self.descriptor[1]:
-                return  # another reader was first
+                return  # another reader has done it
             try:
                 self._use(False, f"buffered: {why}")
             except OSError as error:
@@ -91,7 +91,7 @@ class File:
             raise CheckpointError(f"{self.path}: {what} during the run: found {found}, expected {expected}")
 
     def check(self) -> None:
-        "CheckpointError unless the file is still the one at its path and has not been written to."
+        "Raise CheckpointError unless the file is still the one at its path and has not been written to."
         try:
             for status in (os.fstat(self.descriptor[0]), os.stat(self.path)):
                 self._compare(status)
@@ -106,14 +106,15 @@ class File:
     def read(self, buffer: np.ndarray, offset: int, nbytes: int) -> tuple[int, int]:
         """Read `nbytes` at `offset` into `buffer`, a page-aligned uint8 array of at least page_padded(nbytes).
 
-        Returns the index in `buffer` at which the extent begins, and the bytes that were transferred: those of whole
-        pages. Raises CheckpointError if the file is too short or cannot be read, ValueError if the buffer is too small.
+        Returns the index in `buffer` at which these bytes begin, and how many bytes the system transferred for them, in
+        whole pages up to the end of the file. Raises CheckpointError if the file is too short or cannot be read,
+        ValueError if the buffer is too small.
         """
         low, end = offset - offset % PAGE, offset + nbytes
         want = whole_pages(end - low)
         view, done = buffer.data[:want], 0
         if len(view) < want:
-            raise ValueError(f"{nbytes} bytes at offset {offset} need a buffer of {want}, this one has {len(view)}")
+            raise ValueError(f"{nbytes} bytes at offset {offset} need a buffer of {want} bytes, not {len(view)}")
         while low + done < end:
             fd, direct = self.descriptor
             try:
@@ -122,7 +123,7 @@ class File:
                 if not direct or error.errno != errno.EINVAL:
                     where = f"{self.path}: reading {nbytes} bytes at offset {offset} failed: {error.strerror}"
                     raise CheckpointError(where) from None
-                self._go_buffered(f"O_DIRECT refused at read: {error.strerror}")  # some refuse it here, not at open
+                self._go_buffered(f"O_DIRECT refused at read: {error.strerror}")  # some file systems refuse it here
                 continue
             if low + done + got >= end or got >= PAGE or got and not direct:
                 done += got - got % PAGE if direct and low + done + got < end else got
@@ -140,7 +141,7 @@ class File:
 
 
 class ReadCount(NamedTuple):
-    "What some reads came to: seconds inside them, bytes that were asked for, bytes of the whole pages transferred."
+    "The account of some reads: seconds inside them, bytes that were asked for, bytes of whole pages transferred."
 
     seconds: float
     nbytes: int
@@ -150,13 +151,13 @@ class ReadCount(NamedTuple):
 class Files:
     """The shards of one checkpoint, each opened at its first read, and the account of what was read from them.
 
-    `fingerprints`: {path: fingerprint} of files whose headers were read; a file that has another one is refused.
+    `fingerprints`: {path: fingerprint} of files whose headers were read; another fingerprint is refused.
     `bytes_read`: {part: bytes of the extents that were read}. `bytes_transferred`: bytes of the whole pages that hold
     them. `read_seconds`: time inside reads, summed over the threads. A read that does not end is logged (5.9.4).
 
     `_lock` guards every change of a field. A report may read the three counts without it. `_under_way` {thread: (path,
     offset, when it began)}: the reads that have begun and not ended. A file is closed only when no other thread has
-    one.
+    a read under way.
     """
 
     def __init__(self, fingerprints: dict[str, Fingerprint] | None = None):
@@ -171,11 +172,11 @@ class Files:
         self._watcher: threading.Thread | None = None
 
     def _begin(self, extent, offset):
-        "The File of an extent. It stays open until _end is called."
+        "Note that a read begins, and return the File of the extent. It stays open until _end is called."
         with self._lock:
             at = extent.offset + offset
             if self._closed:
-                raise CheckpointError(f"{extent.file}: bytes at offset {at} are asked for after the files were closed")
+                raise CheckpointError(f"{extent.file}: read at offset {at} after the files were closed")
             file = self._files.get(extent.file)
             if file is None:
                 file = self._files[extent.file] = File(extent.file, self._fingerprints.get(extent.file))
@@ -194,9 +195,10 @@ class Files:
                 self._read_ended.notify_all()
 
     def read(self, buffer: np.ndarray, extent: Extent, offset: int, nbytes: int, part: str) -> int:
-        """Read `nbytes` from byte `offset` of `extent` into the page-aligned `buffer`, on the account of `part`.
+        """Read `nbytes` from byte `offset` of `extent` into `buffer`, on the account of `part`.
 
-        Returns the index in `buffer` at which they begin. Raises CheckpointError.
+        `buffer`: a page-aligned uint8 array of page_padded(nbytes). Returns the index in it at which these bytes begin.
+        Raises CheckpointError, and ValueError if the buffer is too small.
         """
         began, used, transferred = time.perf_counter(), 0, 0
         try:
@@ -209,8 +211,8 @@ class Files:
     def stream(self, extent: Extent, offset: int, part: str, loop: Callable[[int], tuple[Any, ReadCount]]) -> Any:
         """Let `loop` read the file of `extent`, from byte `offset` of the extent on, on the account of `part`.
 
-        loop(file descriptor) returns a result and a ReadCount. Returns the result; or None if the file is read through
-        the page cache, and `loop` is then not called.
+        loop(file descriptor) returns a result and a ReadCount. Returns the result; or None, without calling `loop`, if
+        the file is read through the page cache. Raises CheckpointError if the file cannot be opened.
         """
         result, count = None, ReadCount(0.0, 0, 0)
         try:
@@ -238,7 +240,7 @@ class Files:
             return {os.path.basename(path): file.access for path, file in sorted(self._files.items())}
 
     def check(self) -> None:
-        "CheckpointError if a file that was opened has been written to, replaced or removed since its header was read."
+        "Raise CheckpointError if an opened file was written to, replaced or removed since its header was read."
         with self._lock:
             files = [] if self._closed else [*self._files.values()]
         for file in files:
@@ -248,7 +250,7 @@ class Files:
         "Close the shards once the reads of other threads have ended; later reads raise CheckpointError."
         with self._lock:
             self._closed = True
-            # a read of this thread itself has ended: Ctrl-C has interrupted it before it could say so
+            # an entry of this thread is no read under way: Ctrl-C came before _end could remove it
             while self._under_way.keys() - {threading.get_ident()}:
                 self._read_ended.wait()
             for file in self._files.values():
@@ -274,7 +276,7 @@ _log = logging.getLogger("k3lib")  # warnings go to stderr unless a program arra
 
 
 def _watch(files):
-    "A thread that warns of stalled reads of `files` until these are closed or nobody uses them any more."
+    "Start a thread that warns of stalled reads until `files` is closed or garbage-collected. Returns the thread."
     def run(reference, over):
         while not over.wait(STALL):
             alive = reference()
@@ -291,7 +293,7 @@ def _watch(files):
 def typed(buffer: np.ndarray, start: int, nbytes: int, dtype: str) -> np.ndarray:
     """buffer[start:start+nbytes] as an array of elements of the tensor's `dtype`: uint16 for BF16.
 
-    The bytes are moved to the front of `buffer` if `start` is odd for that dtype.
+    The bytes are moved to the front of `buffer` if `start` is no multiple of the element's size.
     """
     if start % ITEMSIZE[dtype]:
         buffer[:nbytes] = buffer[start:start + nbytes]
@@ -304,9 +306,9 @@ MAX_READERS = 64  # threads
 
 def read_rates(path: str | os.PathLike, counts: tuple[int, ...] = (1, 2, 4, 8, 16),
                seconds: float = 0.4) -> dict[int, float]:
-    """{number of readers: bytes a second} for each number in `counts`, measured for `seconds` on the file `path`.
+    """{number of readers: bytes a second} for each number in `counts`, each measured for `seconds` on the file `path`.
 
-    Raises CheckpointError.
+    Raises OSError if there is no such file, CheckpointError if it cannot be read.
     """
     size, order, rates, file = os.path.getsize(path), count(), {}, File(str(path))
     units = max(1, size // READ_UNIT)

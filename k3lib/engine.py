@@ -46,7 +46,7 @@ class Report:
     synthetic: bool
     threads: int
     plan: Plan
-    trunk: str | None  # the folder of a packed trunk
+    trunk: str | None  # the folder of a packed trunk, or None
     ids: list[int]
     step_seconds: list[float]
     step_bytes: list[dict[str, int]]  # bytes read in each step, by part
@@ -57,8 +57,8 @@ class Report:
     expert_requests: int
     expert_hits: int
     files: dict[str, str]  # file name -> how it is read
-    asked_bytes: int  # of the whole pages that were asked of the system
-    kernel_bytes: int | None  # of read calls, as the system counted them
+    asked_bytes: int  # of the whole pages that the engine's reads transferred
+    kernel_bytes: int | None  # of this process's read calls, as the system counted them; None if it does not
     read_bytes_per_second: float  # of one reader, while it reads
 
     @property
@@ -117,16 +117,16 @@ def _by_part(bytes_read):
 class Engine:
     """A model that decodes under its plan, and the one sequence that it reads. Made by `load`.
 
-    Methods that read or move the sequence run one at a time, in the process that made the engine: a second thread and a
-    forked child get a RuntimeError. After an interrupted pass, all but reset() and load_state() raise RuntimeError.
+    Methods that read or change the sequence run one at a time, in the process that made the engine: a second thread
+    and a forked child get a RuntimeError. After an interrupted pass, all of them but reset() and load_state() raise it.
 
-    `config`, `plan`, `tokenizer` (or None), `stop` (ids that end an answer). `chunk`: the most tokens of a forward
-    pass. `on_layer(L)` is called after every layer of every pass. `steps`: a Step for each generated token.
+    `config`, `plan`, `tokenizer` (or None), `stop` (the stop ids, which end a reply). `chunk`: the most tokens of a
+    forward pass. `on_layer(L)` is called after every layer of every pass. `steps`: a Step for each generated token.
     """
 
     def __init__(self, source: "Source", plan: Plan, files: Files, trunk: Trunk, experts: Experts, threads: int,
                  read_calls_before: int | None):
-        "`read_calls_before`: what read_call_bytes said before the first weight was read."
+        "`read_calls_before`: the result of read_call_bytes() before the first weight was read."
         self.source, self.plan, self.files, self.trunk, self.experts = source, plan, files, trunk, experts
         self.config, self.tokenizer, self.threads = source.config, source.tokenizer, threads
         self.chunk, self.context = plan.chunk, plan.context
@@ -135,7 +135,7 @@ class Engine:
         self.steps: list[Step] = []
         self._read_calls_before, self._wall_seconds, self._io_wait_seconds = read_calls_before, 0.0, 0.0
         self._process, self._lock, self._closed = os.getpid(), threading.Lock(), False
-        self._moves = 0  # calls that may have moved the sequence
+        self._moves = 0  # calls that may have changed the sequence
         self._fingerprint: str | None = None
         check_vectors(self.config, trunk, files)
         self.model = Model(self.config, self._embedding, trunk.weight, experts, threads)
@@ -143,7 +143,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _exclusive(self):
-        "For a call that reads or moves the sequence. RuntimeError in a forked child, when closed, during another call."
+        "Run one call that uses the sequence. RuntimeError in a forked child, after close(), during another call."
         if os.getpid() != self._process:
             raise RuntimeError(f"this model belongs to process {self._process}, and a forked process has none of its "
                                "readers: load a model here")
@@ -163,18 +163,19 @@ class Engine:
                                "reset() or load_state() first")
 
     def prefill(self, ids: Iterable[int] | int) -> np.ndarray:
-        "Read `ids` (1 or more) after what came before; logits float32 [vocab] of the last. Raises what forward raises."
+        "Read `ids`, one or more. Returns logits float32 [vocab] of the last. Raises what forward raises."
         return self.forward(ids, last_only=True)[-1]
 
     def step(self, token: int) -> np.ndarray:
-        "Read one id; logits float32 [vocab]. Raises what forward raises."
+        "Read one id. Returns logits float32 [vocab]. Raises what forward raises."
         return self.prefill([token])
 
     def forward(self, ids: Iterable[int] | int, last_only: bool = False, watch: Callable | None = None) -> np.ndarray:
-        """Read `ids`; logits float32 [T, vocab], or [1, vocab] of the last one. The bits do not depend on `chunk`.
+        """Read `ids` after the tokens read so far. Returns logits float32 [T, vocab], or [1, vocab] if `last_only`.
 
-        `watch(name, layer, value)` is shown what Model.forward shows, a chunk at a time. Raises UsageError for values
-        that are no ids or do not fit the context, and CheckpointError for weights that cannot be read or are damaged.
+        The bits do not depend on `chunk`. `watch(name, layer, value)` is called as Model.forward calls it, a chunk at a
+        time. Raises UsageError for values that are no ids or do not fit the context, CheckpointError for weights that
+        cannot be read or are damaged, and RuntimeError as the class says.
         """
         with self._exclusive():
             self._moves += 1
@@ -223,11 +224,11 @@ class Engine:
 
     def generate(self, ids: Iterable[int], max_new_tokens: int = 8,
                  on_logits: Callable[[np.ndarray], object] | None = None) -> Iterator[int]:
-        """Greedy decoding of a new sequence: yields up to `max_new_tokens` ids, the last an end id if one comes.
+        """Greedy decoding of a new sequence: yields at most `max_new_tokens` ids, none after a stop id.
 
-        The sequence is reset when the first id is asked for. `on_logits` is shown each step's logits, float32 [vocab].
-        An engine has one sequence: if another call has moved it since the last token, this generator ends with a
-        RuntimeError. Raises what forward raises.
+        The sequence is reset when the first id is asked for. `on_logits` is called with each step's logits, float32
+        [vocab]. An engine has one sequence: if another call has changed it since the last token, this generator ends
+        with a RuntimeError. Raises what forward raises.
         """
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 30)
         self.reset()
@@ -270,8 +271,7 @@ class Engine:
         """Go on with the sequence that save_state has written to `file`, at any budget, number of threads and context.
 
         Raises FileNotFoundError; StateError for a file that is damaged, or of another model or version; UsageError if
-        the context is too small. After an error the sequence is as it was, with one exception: the file is read twice,
-        and if it changes or fails in between, reset() or another load_state() is needed.
+        the context is too small. After an error the sequence is unchanged or, as load_sequence says, incomplete.
         """
         with self._exclusive():
             self._moves += 1
@@ -336,7 +336,7 @@ class Engine:
     def _cause(self, error):
         "One line on a NotFinite: the damaged number in the rows it names, or the tensor where an activation overflows."
         name, L = error.tensor, layer_of(error.tensor)
-        with_numbers = name  # the tensor whose rows may hold what is not finite
+        with_numbers = name  # the tensor whose rows may hold the number that is not finite
         if error.matrix:
             e, matrix = error.matrix
             name, with_numbers = expert_name(L, e, matrix), expert_name(L, e, f"{matrix}_scale")
@@ -345,7 +345,7 @@ class Engine:
             if damage:
                 return damage
         where = "after the last layer" if L is None else f"layer {L}"
-        return (f"{self._extent(name).file}: {where}, {name}: {error}; what the file holds there is finite: "
+        return (f"{self._extent(name).file}: {where}, {name}: {error}; the numbers in the file are finite: "
                 "an activation overflows")
 
     def _extent(self, name):

@@ -34,9 +34,9 @@ def adjacent_runs(extents: list[Extent]) -> list[list[int]]:
 
 
 def read_expert(files: Files, extents: list[Extent], buffer: np.ndarray) -> Expert:
-    """Read the six tensors of one expert into a page-aligned `buffer` of expert_slot_bytes, one read a run.
+    """Read the six tensors of one expert into `buffer`, one read for each run of adjacent bytes.
 
-    Returns an Expert of matrices in that buffer. Raises CheckpointError.
+    `buffer`: uint8, page-aligned, of expert_slot_bytes. Returns an Expert of matrices in it. Raises CheckpointError.
     """
     views, begin = [buffer] * len(extents), 0
     for group in adjacent_runs(extents):
@@ -54,8 +54,8 @@ class StreamedPackedMatrix:
     """A packed matrix of an expert that is read while it is multiplied, its scales and then its rows, through `buffer`.
 
     The protocol of all matrices, on the calling thread alone: `shape`, multiply(x, out, threads),
-    map_blocks(work, threads). `seconds`: processor time of its products. `scale_room`: bytes of `buffer` for the
-    scales, the rest is for rows.
+    map_blocks(work, threads). `seconds`: processor time of multiply(). `scale_room`: bytes of `buffer` for the scales;
+    the remaining bytes are for rows.
     """
 
     def __init__(self, files: Files, packed: Extent, scale: Extent, buffer: np.ndarray, scale_room: int):
@@ -85,8 +85,8 @@ class StreamedPackedMatrix:
 def streaming_expert(files: Files, extents: list[Extent], buffer: np.ndarray) -> Expert:
     """An Expert whose three matrices are read while they are multiplied, one after the other.
 
-    They share a page-aligned `buffer` of streaming_slot_bytes; that of a whole expert will do too. Raises ValueError
-    for a smaller one: compiled code does not look where a buffer ends.
+    They share a page-aligned uint8 `buffer` of streaming_slot_bytes, or of expert_slot_bytes if that is less. Raises
+    ValueError if it is smaller, because compiled code does not check where a buffer ends.
     """
     need = streaming_slot_bytes(extents)
     if len(buffer) < min(need, expert_slot_bytes(extents)):
@@ -100,8 +100,8 @@ def streaming_expert(files: Files, extents: list[Extent], buffer: np.ndarray) ->
 class RequestedExpert:
     """Expert `e` of a request of layer `layer`.
 
-    `slot`: memory of its own if the expert is to be cached, else None. `expert`: the Expert in that slot. None until
-    all of it has been read, and again None when a call has failed on it.
+    `slot`: memory of its own if the expert is to be cached, else None. `expert`: the Expert in that slot; None until
+    all of it has been read, and again after the work on it has failed.
     """
 
     __slots__ = "e", "expert", "layer", "slot"
@@ -112,9 +112,9 @@ class RequestedExpert:
 
 
 class LayerExperts:
-    """The experts of layer `number`: those that are cached, and the calls that moe_layer makes.
+    """The experts of layer `number`: those that are cached, and the methods that moe_layer calls.
 
-    `cache` says which experts are to be cached, `slots` is memory for as many, and `cached` {e: RequestedExpert} holds
+    `cache` says which experts are to be cached. `slots` is the memory for them. `cached` {e: RequestedExpert} holds
     those that have a slot.
     """
 
@@ -123,7 +123,7 @@ class LayerExperts:
         self.cached: dict[int, RequestedExpert] = {}
 
     def request(self, ids: list[int]) -> None:
-        "Say which experts the next map() is for, each named once. Reading begins now where slots hold whole experts."
+        "Say which experts the next map() is for, each named once. Reading begins now if slots hold whole experts."
         self.experts.request(self, [int(e) for e in ids])
 
     def map(self, work: Callable[[int, Expert], None], threads: int) -> None:
@@ -157,9 +157,9 @@ class Experts:
     shape. A request takes the place of the one before. `requests`, `hits`: how many experts were requested, and how
     many of them were cached before their request. `trace`: None, or a list that receives (layer, e) of every request.
 
-    Between calls `_cached` and `_missing` are the experts of the last request, and `_answered` says whether map() was
-    called for it. A reader sets the `expert` of the RequestedExpert that it works on. The calling thread reads that
-    field only while the pool has no job.
+    Between calls `_cached` and `_missing` are the hits and the other experts of the last request, and `_answered` says
+    whether map() was called for it. A reader sets the `expert` of the RequestedExpert that it works on. The calling
+    thread reads that field only while the pool has no job.
     """
 
     def __init__(self, layout: ExpertLayout, extents: Callable[[int, int], list[Extent]], files: Files):
@@ -193,7 +193,7 @@ class Experts:
         """
         if len(set(ids)) < len(ids) or ids and self._pool is None:
             raise ValueError(f"experts {ids} of layer {layer.number} are requested into {self.layout.slots.count} "
-                             "slots: an expert twice, or no slot")
+                             "slots: an expert is named twice, or there is no slot")
         self._answered, self._cached, self._missing = True, [], []
         if self._pool is not None:
             self._pool.restart([])  # from here on no reader is at work
@@ -209,7 +209,7 @@ class Experts:
 
     @property
     def wait_seconds(self) -> float:
-        "Seconds the arithmetic stood still for an expert."
+        "An estimate of the seconds for which the arithmetic waited for experts."
         return self._pool.wait_seconds if self._pool else 0.0
 
     def close(self) -> None:
@@ -221,8 +221,8 @@ class Experts:
     def map(self, work: Callable[[int, Expert], None], limit: int) -> None:
         """Have the readers call work(expert id, expert) on each requested expert, at most `limit` at a time.
 
-        They do so in any order. Returns when all calls have ended. Raises what a call or a read raised. A request is
-        answered once, whether that raises or not: RuntimeError without an open request, and after close().
+        The calls come in any order. Returns when all have ended. Raises what a call or a read raised. map() answers a
+        request once, even if it raises: RuntimeError without an open request, and after close().
         """
         if self._answered:
             raise RuntimeError("no request is open: map() answers a request once")
@@ -249,7 +249,7 @@ class Experts:
         return expert
 
     def _stream(self, requested, buffer, use):
-        "Use an expert that has not been read ahead; the processor seconds of its products."
+        "Read and use an expert that has not been read ahead. Returns the processor seconds of its products."
         if requested.slot is not None:
             expert, began = self._read(requested, requested.slot), time.thread_time()
             use(requested, expert)

@@ -27,12 +27,12 @@ class RowBlock(NamedTuple):
     part: str
 
     def through(self, last: "RowBlock") -> "RowBlock":
-        "All rows from here to the end of `last`, a later block of the same matrix."
+        "One block of all rows from the first of this block to the end of `last`, a later block of the same matrix."
         return self._replace(rows=last.first + last.rows - self.first, nbytes=last.begin + last.nbytes - self.begin)
 
 
 def row_blocks(extent: Extent, multiple: int, buffer_bytes: int, part: str) -> list[RowBlock]:
-    """The blocks of a matrix for buffers of `buffer_bytes`: few of them, and all but the last of equal size.
+    """Cut a matrix into as few row blocks as buffers of `buffer_bytes` allow, all but the last of equal size.
 
     The rows of a block are a multiple of `multiple`. Where there is room, they are also a multiple of the four rows
     that a kernel takes at a time. Raises ValueError if `multiple` rows do not fit a buffer.
@@ -48,8 +48,8 @@ def row_blocks(extent: Extent, multiple: int, buffer_bytes: int, part: str) -> l
             for first in range(0, n, rows)]
 
 
-BUFFER_BYTES = 2 << 20  # of a buffer for row blocks, unless all matrices are smaller or a group of rows is larger
-READ_AHEAD = 3  # row blocks that wait for their matrix
+BUFFER_BYTES = 2 << 20  # of a row block's buffer; less if all matrices are smaller, more for larger groups of rows
+READ_AHEAD = 3  # the most row blocks that are read before their matrix is used
 BLOCK_ENTRY_BYTES = 250  # memory of one RowBlock in a list
 
 
@@ -62,12 +62,12 @@ class Buffers:
 
     @property
     def total(self) -> int:
-        "Bytes of all of them."
+        "Bytes of all buffers."
         return self.count * self.nbytes
 
 
 def row_buffers(matrices: dict[str, Extent], multiples: dict[str, int], readers: int) -> Buffers:
-    """Buffers through which any of `matrices`, {name: extent}, streams: one a reader, and READ_AHEAD for blocks.
+    """The buffers through which `matrices`, {name: extent}, stream: one for each reader, and READ_AHEAD more.
 
     `multiples`: {name: rows that must stay together}.
     """
@@ -97,11 +97,11 @@ class ResidentTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class TrunkLayout:
-    """Where the tensors of a forward pass wait, all but the routed experts. Dicts are in the order of the forward pass.
+    """Which tensors of a forward pass, all but the routed experts, are resident or streamed. Dicts are in its order.
 
     `resident`: {name: ResidentTensor}. `streamed`: {name: its row blocks}. `routers`: names of the streamed matrices
-    that are read ahead whole. `rows`, `router_rows`: the buffers of the others, and of the routers. `readers`: threads
-    that read and multiply row blocks. `read_ahead`: the most row blocks that wait in `rows`.
+    that are read ahead whole. `router_rows`: their buffers. `rows`: the buffers of all other streamed matrices.
+    `readers`: threads that read and multiply row blocks. `read_ahead`: the most row blocks read ahead into `rows`.
     """
 
     resident: dict[str, ResidentTensor]
@@ -120,7 +120,7 @@ class TrunkLayout:
         return self.rows.total + BLOCK_ENTRY_BYTES * blocks + routers
 
     def pin(self, names: frozenset[str]) -> "TrunkLayout":
-        "The same layout with the matrices `names` resident, and without buffers if that is all of them."
+        "The same layout with the matrices `names` resident too, and without buffers if no matrix is streamed any more."
         resident, streamed = dict(self.resident), {}
         for name, blocks in self.streamed.items():
             if name in names:
@@ -166,11 +166,11 @@ def streaming_slot_bytes(extents: list[Extent]) -> int:
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """Where routed experts wait.
+    """The memory of the routed experts.
 
-    `layers`: the numbers of the layers that have some, ascending. `slots`: the memory for them. `readers`: threads that
-    read and multiply experts, each with one slot through which experts stream. `whole`: a slot holds a whole expert.
-    Only then are experts read ahead, and the slots beyond one a reader cache experts.
+    `layers`: the numbers of the layers that have routed experts, ascending. `slots`: memory for one expert each.
+    `readers`: threads that read and multiply experts, each with one slot through which experts stream. `whole`: a slot
+    holds a whole expert. Only then are experts read ahead, and only then do the other slots cache experts.
     """
 
     layers: tuple[int, ...]

@@ -21,7 +21,7 @@ def items(rest: list, cursor: np.ndarray) -> Iterator[Any]:
 
 
 class Entry:
-    """A block on its way through `buffer`. `lent`: the buffer is the pool's, and goes back to it.
+    """A block on its way through `buffer`. `lent`: the buffer belongs to the pool and goes back to it.
 
     `data`: what read() has returned or raised, None until then. An Entry whose `block` is None is the buffer through
     which one reader streams.
@@ -36,10 +36,10 @@ class Entry:
 class Batch:
     """The blocks of one call of map_blocks.
 
-    `entries`: those that are being read, or have been read and not yet been taken for work. `rest`: the blocks that
-    nobody had begun when the batch was opened. `cursor`, int64 [1]: how many items of the rest have been taken.
-    `rest_done`: a call of stream() has found no more. `limit`: how many jobs may work or stream at a time. `failure`:
-    what the first job that failed has raised.
+    `entries`: the blocks that are being read, or that have been read and that no job has taken yet. `rest`: the blocks
+    that no job had begun when the batch was opened. `cursor`, int64 [1]: how many items of the rest have been taken.
+    `rest_done`: the rest was empty, or a call of stream() has returned. `limit`: how many jobs may work or stream at a
+    time. `failure`: what the first job that failed has raised.
     """
 
     def __init__(self, entries: list[Entry], rest: list, work: Callable, stream: Callable, limit: int):
@@ -59,22 +59,22 @@ class Prefetcher:
     """`readers` threads that read blocks ahead of the arithmetic, and call the arithmetic on what they have read.
 
     read(block, buffer) -> data fills `buffer`: one of the page buffers `buffers`, or the block's own memory where
-    memory(block) is not None. No read begins while `read_ahead` blocks wait to be worked on, those of the open batch
+    memory(block) is not None. No block is read ahead while `read_ahead` blocks wait for work, those of the open batch
     included. Threads and errors carry `name`.
     `busy_seconds`: processor time of the arithmetic, summed over the readers. `wait_seconds`: an estimate of how long
     the arithmetic waited for bytes, the duration of map_blocks less what `busy_seconds` explains with as many cores as
     may work. Raises ValueError without buffers or readers.
 
     One thread, the caller, uses restart, at_start and map_blocks. `_lock` guards every field that changes. Three things
-    need no lock: others may read the two sums of seconds at any time, a batch's cursor is atomic, and close() lets go
+    need no lock: other threads may read the two sums of seconds, a batch's cursor is atomic, and close() lets go
     of the buffers after the last reader has ended. While nobody holds the lock and no batch was interrupted or has
     failed since the last restart:
     1. A buffer of the pool is either in `_free` or in exactly one entry.
     2. An entry is in exactly one place: in `_ahead` or in `_batch.entries`, also while its block is being read, or with
        the one job that works on it or streams through it. Its buffer becomes free when that job has ended.
     3. The next blocks are those of `_ahead`, then `_order[_next:]`, then, if `_cyclic`, those of `_order` again.
-    4. `_reading` jobs read ahead. `_working` jobs, at most `_batch.limit`, work or stream; none when map_blocks has
-       returned. `_batch` is the open batch or None.
+    4. `_reading` is the number of jobs that read ahead. `_working`, at most `_batch.limit`, is the number that work or
+       stream; it is 0 when map_blocks has returned. `_batch` is the open batch or None.
     5. `_sound` is True only if the last map_blocks() or restart() has succeeded. After a failure only restart() is
        allowed: it waits for all jobs and makes the state from nothing.
     """
@@ -85,7 +85,7 @@ class Prefetcher:
             raise ValueError(f"{name}: {len(buffers)} buffers and {readers} readers, at least one of each is needed")
         self.name, self.wait_seconds, self.busy_seconds = name, 0.0, 0.0
         self._read, self._buffers, self._read_ahead, self._memory = read, buffers, read_ahead, memory
-        self._lock = threading.RLock()  # after Ctrl-C in its wait, the caller would release a plain Lock of a reader
+        self._lock = threading.RLock()  # with a plain Lock, Ctrl-C in a wait could release a reader's lock
         self._for_readers, self._for_caller = threading.Condition(self._lock), threading.Condition(self._lock)
         self._order: list = []
         self._next, self._cyclic, self._sound, self._closed = 0, False, True, False
@@ -96,18 +96,18 @@ class Prefetcher:
         self._start(readers)
 
     def _start(self, readers):
-        "Begin the threads, all or none."
+        "Start the threads, all or none."
         try:
             for i in range(readers):
                 thread = threading.Thread(target=self._serve, name=f"k3-{self.name}-{i}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
-        except BaseException:  # the system gives no more threads, or Ctrl-C: nobody has this pool to close it
+        except BaseException:  # no thread left, or Ctrl-C: no caller has this pool yet to close it
             self.close()
             raise
 
     def restart(self, order: list, cyclic: bool = False) -> None:
-        """Forget all blocks, and what a failed batch has left, once the jobs under way have ended; then begin `order`.
+        """Wait for the jobs under way, forget all blocks, those of a failed batch included, and begin `order`.
 
         `cyclic`: after the last block of `order` comes the first one again, without end. Raises RuntimeError if the
         pool is closed.
@@ -115,7 +115,7 @@ class Prefetcher:
         with self._lock:
             self._sound = False
             self._end_batch()
-            self._order, self._next = [], 0  # so nobody begins a job
+            self._order, self._next = [], 0  # so no reader begins a job
             while self._reading or self._working:
                 self._for_caller.wait()
             self._check_open()
@@ -130,14 +130,14 @@ class Prefetcher:
             return self._sound and (self._next - len(self._ahead)) % max(1, len(self._order)) == 0
 
     def _end_batch(self):
-        "Begin no more jobs of the open batch; those that stream find nothing more."
+        "Close the open batch: none of its jobs begins any more, and those that stream find no item left."
         if self._batch is not None:
             self._batch.cursor[0] = EXHAUSTED
             self._batch = None
 
     def _check_open(self):
         if self._closed:
-            raise RuntimeError(f"{self.name}: the readers have ended, the model is closed")
+            raise RuntimeError(f"{self.name}: the readers have ended because the model is closed")
 
     def map_blocks(self, blocks: list, work: Callable[[Any, Any], object], stream: Callable[[list, Any, Any], float],
                    limit: int, present: Iterable[tuple[Any, Any]] = ()) -> None:
@@ -146,7 +146,7 @@ class Prefetcher:
         The blocks may finish in any order. work(block, data) is called on each block that was read ahead, and on
         `present`, pairs (block, data) that need no read. All other blocks are given to stream(rest, buffer, cursor) ->
         processor seconds. It may run on several readers at a time, each with a buffer of its own, and returns when
-        `cursor` gives no more. In an order that is not cyclic, one step of the cursor must be one block, as items()
+        `cursor` has no item left. In an order that is not cyclic, one step of the cursor must be one block, as items()
         does it: readers that wait for their turn to work claim blocks from the same cursor to read them ahead.
 
         Raises what a call or a read has raised; RuntimeError if the pool is closed, if `blocks` are not the next ones,
@@ -156,7 +156,7 @@ class Prefetcher:
         with self._lock:
             self._check_open()
             if not self._sound:
-                raise RuntimeError(f"{self.name}: the batch before was interrupted or has failed: restart first")
+                raise RuntimeError(f"{self.name}: the batch before was interrupted or has failed: call restart() first")
             self._sound = False
             try:
                 batch = self._batch = self._open(blocks, work, stream, limit, present)
@@ -180,7 +180,7 @@ class Prefetcher:
         end = self._next + len(blocks) - len(begun)
         rest = self._order[self._next:end]
         if [entry.block for entry in begun] + rest != blocks:
-            raise RuntimeError(f"{self.name}: these blocks are not the next ones, a batch before them was left out")
+            raise RuntimeError(f"{self.name}: these blocks are not the next ones: a batch before them was left out")
         self._next = 0 if self._cyclic and end == len(self._order) else end
         entries = [Entry(block, None, False, data) for block, data in present]
         return Batch(entries + begun, rest, work, stream, limit)
@@ -200,7 +200,7 @@ class Prefetcher:
         self._ahead.clear()
 
     def _serve(self):
-        "The life of a reader."
+        "What a reader runs: settle its last job, choose the next one and do it, until the pool is closed."
         job = outcome = None
         while True:
             with self._lock:
@@ -233,7 +233,7 @@ class Prefetcher:
         return entry, batch
 
     def _begin_read(self, may_work):
-        "An entry for the block to be read ahead now, put where it belongs; or None."
+        "The entry of a block to read ahead now, already in `_ahead` or in the open batch; None if there is none."
         batch = self._batch
         streaming = batch is not None and not batch.rest_done
         waiting = len(self._ahead) + (len(batch.entries) if batch is not None else 0)
@@ -260,7 +260,7 @@ class Prefetcher:
         return Entry(block, self._free.pop(), True) if lendable else None
 
     def _do(self, entry, batch):
-        "Without the lock: the data of a read, the processor seconds of arithmetic, or what was raised."
+        "Do a job, without the lock: the data of a read, the processor seconds of arithmetic, or what was raised."
         try:
             if batch is None:
                 return self._read(entry.block, entry.buffer)
@@ -271,11 +271,11 @@ class Prefetcher:
             began = time.thread_time()
             batch.work(entry.block, entry.data)
             return time.thread_time() - began
-        except BaseException as error:  # whatever it is, the caller must hear of it
+        except BaseException as error:  # of any kind: map_blocks raises it in the caller
             return error
 
     def _settle(self, entry, batch, outcome):
-        "Under the lock: write down what has become of a job."
+        "Under the lock: record the outcome of a job."
         if batch is None:
             self._reading -= 1
             entry.data = outcome

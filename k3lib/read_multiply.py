@@ -28,9 +28,9 @@ GOLDEN = (3 - math.sqrt(5)) / 2  # the stride as a fraction of the number of uni
 
 
 def unit_rows(row_bytes: int, room: int = READ_UNIT) -> int:
-    """How many rows of `row_bytes` make a unit in a buffer with `room` bytes for at least one row.
+    """The number of rows in a unit, for rows of `row_bytes` and a buffer of `room` bytes, enough for one row.
 
-    A multiple of the rows of a tile where there is room for that, or of the four that a kernel takes at a time.
+    It is a multiple of a tile's rows if so many fit, else of the four rows that a kernel takes at a time, else 1.
     """
     fit = min(READ_UNIT, room) // row_bytes
     return fit // TILE * TILE or fit // 4 * 4 or 1
@@ -38,15 +38,15 @@ def unit_rows(row_bytes: int, room: int = READ_UNIT) -> int:
 
 @functools.cache
 def unit_stride(units: int) -> int:
-    "The stride for so many units: without a common factor, so that each is taken once."
+    "The stride for `units` units. It has no common factor with their number, so each unit is taken once."
     return next(stride for stride in count(max(1, round(units * GOLDEN))) if math.gcd(stride, units) == 1)
 
 
 class Product(NamedTuple):
-    """The part of out = x W^T that the rows W of `block` give. They are read while they are multiplied.
+    """A product with the rows W of `block`, which are read while they are multiplied.
 
-    They give out[:, block.first:block.first + block.rows]. `x`: float32 [T, k], prepared as matmul_rows takes it.
-    `out`: float32 [T, n]. `scale`: None, or uint8 [rows, k/32] for packed rows.
+    out[:, block.first:block.first + block.rows] = x W^T. `x`: float32 [T, k], prepared as matmul_rows takes it. `out`:
+    float32 [T, n]. `scale`: None, or uint8 [rows, k/32] for packed rows.
     """
 
     block: RowBlock
@@ -56,10 +56,10 @@ class Product(NamedTuple):
 
 
 def read_rows(files: Files, block: RowBlock, buffer: np.ndarray, at: int = 0, rows: int | None = None) -> np.ndarray:
-    """Read `rows` rows (None: all) of a block, from its row `at` on, into `buffer`, and return them there.
+    """Read `rows` rows (None: all) of a block, from its row `at` on, into `buffer`. Returns them, a view of it.
 
-    `buffer`: uint8, page-aligned, the bytes of the rows and two pages more. The result is [rows, k], uint16 for BF16,
-    else the matrix's own dtype. Raises CheckpointError.
+    `buffer`: uint8, page-aligned, as long as the rows and two pages. The view is [rows, k], uint16 for BF16, else the
+    matrix's own dtype. Raises CheckpointError.
     """
     rows, row = block.rows if rows is None else rows, block.nbytes // block.rows
     start = files.read(buffer, block.extent, block.begin + at * row, rows * row, block.part)
@@ -67,7 +67,7 @@ def read_rows(files: Files, block: RowBlock, buffer: np.ndarray, at: int = 0, ro
 
 
 def _multiply_rows(files, product, buffer, at, n):
-    "Read and multiply rows at .. at+n of the block from Python; the processor seconds of the product."
+    "Read and multiply rows at .. at+n of the block from Python. Returns the processor seconds of the product."
     block, scale, x, out = product
     w = read_rows(files, block, buffer, at, n)
     began = time.thread_time()
@@ -98,7 +98,7 @@ def _pread(typingctx, descriptor, array, nbytes, offset):
 
 @intrinsic
 def _clock(typingctx, which):
-    "(WALL or BUSY) -> its seconds, float64."
+    "(WALL or BUSY) -> seconds of that clock, float64."
     def codegen(context, builder, sig, args):
         word, integer, double = ir.IntType(64), ir.IntType(32), ir.DoubleType()
         time_spec = cgutils.alloca_once(builder, ir.LiteralStructType([word, word]))
@@ -121,16 +121,17 @@ def _scaled_form(w, scale, at, n):
 
 READING, WANTED, TRANSFERRED = range(3)  # totals: seconds inside reads, bytes of rows, bytes of whole pages
 WORKING, SAMPLED = 3, 4  # processor seconds of some products, and the bytes of their rows
-SAMPLE = 8
+SAMPLE = 8  # one unit in so many is timed
 
 
 @kernel
 def _stream(source, elements, scale, x, out, cursor, totals):
-    """Read and multiply units as long as `cursor` gives some; the first number from it that was not multiplied.
+    """Read and multiply units until `cursor` has none left. Returns the first number from it that was not multiplied.
 
-    A result below the number of units is a unit whose read failed or came short. `source`: file descriptor, offset of
-    the rows in the file, bytes of a row, rows, rows a unit, stride, output of the first row. `elements`: the buffer, as
-    elements of the matrix. `x`, `out`, `scale`: as matmul_rows takes them.
+    If that is below the number of units, the unit's read failed or came short, or its rows lie at an odd address.
+    `source`: file descriptor, offset of the rows in the file, bytes of a row, rows, rows a unit, stride, output of the
+    first row. `elements`: the buffer, as elements of the matrix. `x`, `out`, `scale`: as matmul_rows takes them.
+    `cursor`: int64 [1]. `totals`: float64 [5].
     """
     descriptor, offset, row_bytes, rows, unit, stride, first = source
     units, k, done = -(-rows // unit), row_bytes // elements.itemsize, 0
@@ -179,10 +180,10 @@ def _multiply_compiled(files, product, buffer, unit, cursor):
 
 
 def read_multiply(files: Files, product: Product, buffer: np.ndarray, cursor: np.ndarray) -> float:
-    """Read and multiply units of `product` until `cursor`, int64 [1], gives no more; the processor seconds of that.
+    """Read and multiply units of `product` until `cursor`, int64 [1], has none left.
 
-    Any number of threads may do so at a time with one cursor, each with a page-aligned `buffer` of its own: whole
-    elements, at least a row and two pages. Raises CheckpointError.
+    Any number of threads may share one cursor, each with a `buffer` of its own: uint8, page-aligned, whole elements, at
+    least a row and two pages. Returns the processor seconds of the products. Raises CheckpointError.
     """
     block, seconds = product.block, 0.0
     unit = unit_rows(block.nbytes // block.rows, len(buffer) - 2 * PAGE)  # compiled code checks no bounds

@@ -120,7 +120,7 @@ def config_tree(found: dict[str, Any], marker: dict[str, Any]) -> dict[str, Any]
 
 
 class Recipe(NamedTuple):
-    "What decides every byte of a synthetic checkpoint."
+    "What decides every byte of a synthetic checkpoint. `sparse`: most rows are holes."
     config: Config
     sparse: bool
     seed: int
@@ -217,7 +217,7 @@ EXPERT_ROWS = 64  # live rows of each of their matrices
 LOW_IDS = 4096  # ids with a live row in both vocabulary tables; above them every ID_STEP-th, and the control ids
 ID_STEP = 80
 WHOLE = 2_000_000  # bytes up to which a tensor has no holes
-ALWAYS = ("gate", "kv_a_proj_with_mqa")  # no holes at any size: a router needs all experts, a latent has 64 more rows
+ALWAYS = ("gate", "kv_a_proj_with_mqa")  # no holes: a router needs every expert, kv_a_proj the 64 rows after its latent
 
 
 @cache
@@ -270,9 +270,9 @@ def live_rows(recipe: Recipe, tensor: Tensor) -> list[tuple[int, int]]:
     return [(random_bits(recipe.seed, "rows", place.layer, height).random_raw() % (height - rows + 1), rows)]
 
 
-GAIN = {"o_proj": 2.0, "down_proj": 2.0, "shared_experts.down_proj": 2.0,  # these follow a gate that halves
+GAIN = {"o_proj": 2.0, "down_proj": 2.0, "shared_experts.down_proj": 2.0,  # a gate halves their inputs
         "lm_head": 3.0}
-E2M1_RMS = sqrt((0.5**2 + 1 + 1.5**2 + 2**2 + 3**2 + 4**2 + 6**2) / 8)  # of the four-bit codes, evenly drawn
+E2M1_RMS = sqrt((0.5**2 + 1 + 1.5**2 + 2**2 + 3**2 + 4**2 + 6**2) / 8)  # root mean square of codes drawn evenly
 INTERVAL = {
     "A_log": (-1.0, 1.0), "dt_bias": (-5.0, 1.0), "e_score_correction_bias": (-0.1, 0.1),
     "embed_tokens": (-0.87, 0.87), "q_conv1d": (-0.87, 0.87), "k_conv1d": (-0.87, 0.87), "v_conv1d": (-0.87, 0.87),
@@ -290,7 +290,7 @@ def live_inputs(recipe: Recipe, layer: int, short: str, columns: int) -> int:
 
 
 def interval(recipe: Recipe, tensor: Tensor) -> tuple[float, float]:
-    "(low, high) of a tensor's values; of a scale byte, the two powers of two around the size wanted."
+    "(low, high) of a tensor's values; for scale bytes, two whose powers of two enclose the wanted size."
     layer, expert, short = place_of(tensor.name)
     if expert >= 0:
         matrix = short.removesuffix("_scale")
@@ -345,7 +345,7 @@ class FilledTensor(NamedTuple):
 
 
 class Shard(NamedTuple):
-    "A file to be written: `header` and all `tensors` in `size` bytes, of which `filled` have values."
+    "A file to be written, `size` bytes long: its header, and its tensors, of which those in `filled` have values."
     file: str
     tensors: list[Tensor]
     header: bytes
@@ -411,9 +411,9 @@ def shown_bytes(n: int) -> str:
 
 
 def write_shards(folder: Path, shards: list[Shard], seed: int, progress: Callable[[str], object]) -> None:
-    """Write all files, a thread for each core, those with most values first.
+    """Write all files, a thread for each core, at most 8; files with most values come first.
 
-    `progress` is called with a line for each tenth of the values. Whatever is raised, the threads end first.
+    `progress` is called with a line for each tenth of the values. If anything is raised, the threads have ended before.
     """
     stop, done, tenths, total = threading.Event(), 0, 0, sum(map(Shard.written, shards))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:

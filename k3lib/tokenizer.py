@@ -81,7 +81,7 @@ PATTERN = "|".join([
 
 
 def byte_alphabet() -> str:
-    "256 printable characters that stand for the bytes 0..255: those that Latin-1 prints stand for themselves."
+    "256 printable characters, one for each byte 0..255. Printable Latin-1 characters stand for themselves."
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return "".join(chr(b) if b in printable else chr(256 + others.index(b)) for b in range(256))
@@ -198,7 +198,7 @@ def stop_ids(path: Path, tree: dict[str, Any], ids: dict[str, int]) -> tuple[int
 
 
 class StreamDecoder:
-    """Ids in, whole characters out. The bytes of an unfinished character wait for the next id.
+    """Turns ids into text as they come, whole characters only. Bytes of an unfinished character wait for the next id.
 
     `errors` is a codec's error handler for invalid bytes: 'replace' shows U+FFFD, 'surrogateescape' keeps the bytes,
     and text.encode('utf-8', 'surrogateescape') gives them back.
@@ -213,7 +213,7 @@ class StreamDecoder:
         return self.utf8.decode(self.tokenizer.token(token_id))
 
     def finish(self) -> str:
-        "The bytes that still wait, as invalid ones. To be called once, after the last id."
+        "The text of the bytes that still wait, treated as invalid. Call it once, after the last id."
         return self.utf8.decode(b"", final=True)
 
 
@@ -243,7 +243,7 @@ class Tokenizer:
         self.encoder: tokenizers.Tokenizer | None = None
 
     def token(self, token_id: int) -> bytes:
-        "The bytes of one id, of a control id its name. Raises TokenizerError if there is no such id."
+        "The bytes of one id; for a control id, those of its name. Raises TokenizerError if there is no such id."
         i = index(token_id)
         if not 0 <= i < self.vocab_size:
             raise TokenizerError(f"token id {i}: expected 0..{self.vocab_size - 1}")

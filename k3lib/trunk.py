@@ -44,7 +44,8 @@ class StreamedMatrix:
     def map_blocks(self, work: Callable[[int, np.ndarray, int], Any], threads: int) -> None:
         """Call work(first row, rows [m, k], 1) on blocks that cover the matrix, on readers, several at a time.
 
-        They come in any order. Returns when all calls have ended. Raises what one of them raised, and CheckpointError.
+        `rows`: uint16 (bf16) or float32. The blocks come in any order. Returns when all calls have ended. Raises what
+        one of them raised, and CheckpointError.
         """
         def call(block, rows):
             work(block.first, rows, 1)
@@ -61,7 +62,7 @@ class StreamedMatrix:
 
 
 def as_float32(array: np.ndarray) -> np.ndarray:
-    "A vector, [1, H] weight (as [H]) or convolution as float32; `array` of the checkpoint: uint16 (bf16) or float32."
+    "A vector or convolution `array`, uint16 (bf16) or float32, as float32. A weight [1, H] becomes [H]."
     array = bf16_to_float32(array) if array.dtype == np.uint16 else array
     return array.reshape(-1) if array.ndim == 2 else array
 
@@ -69,7 +70,7 @@ def as_float32(array: np.ndarray) -> np.ndarray:
 class Trunk:
     """Every tensor of a forward pass but the routed experts, resident or streamed, as `layout` says. For one thread.
 
-    `resident`: {name: ResidentMatrix, or a float32 vector}. progress(nbytes) is called for each of them as it is read.
+    `resident`: {name: ResidentMatrix, or a float32 vector}. progress(nbytes) is called when one of them has been read.
     Between two calls of begin(), weight() is called once for each streamed matrix, in the order of layout.streamed.
     Raises CheckpointError.
     """
@@ -89,12 +90,12 @@ class Trunk:
         try:
             self._add_pool("trunk", rows, layout.rows, layout.readers, layout.read_ahead)
             self._add_pool("routers", routers, layout.router_rows, 1, layout.router_rows.count)
-        except BaseException:  # nobody has this trunk yet to close it
+        except BaseException:  # no caller has this trunk yet to close it
             self.close()
             raise
 
     def _add_pool(self, name: str, blocks: list[RowBlock], buffers: Buffers, readers: int, read_ahead: int):
-        "A pool that reads `blocks` over and over, if there are any."
+        "Add a pool that reads `blocks` over and over, if there are any blocks."
         if blocks:
             memory = [page_buffer(buffers.nbytes) for _ in range(buffers.count)]
             pool = Prefetcher(lambda block, buffer: read_rows(self.files, block, buffer), memory, readers, read_ahead,
@@ -103,7 +104,7 @@ class Trunk:
             pool.restart(blocks, cyclic=True)
 
     def begin(self) -> None:
-        "Begin a forward pass. If the one before was interrupted, the readers begin anew at its first block."
+        "Begin a forward pass. If the pass before was interrupted, the readers begin again at the first block."
         self._next = 0
         for pool, blocks in self._pools.values():
             if not pool.at_start():
@@ -125,11 +126,11 @@ class Trunk:
 
     @property
     def wait_seconds(self) -> float:
-        "Seconds for which the arithmetic stood still for a row block."
+        "An estimate of the seconds for which the arithmetic waited for row blocks."
         return sum(pool.wait_seconds for pool, _ in self._pools.values())
 
     def close(self) -> None:
-        "End the readers and give the memory back. Who waits for rows, or asks for a tensor, gets a RuntimeError."
+        "End the readers and give the memory back. Waiting for rows or asking for a tensor then raises RuntimeError."
         self._closed = True
         for pool, _ in self._pools.values():
             pool.close()

@@ -81,7 +81,7 @@ def test_any_extent_fits_its_padded_buffer(tmp_path_factory, offset, nbytes):
 def test_a_buffer_too_small_is_refused(tmp_path):
     (tmp_path / "f").write_bytes(bytes(3 * PAGE))
     file = File(str(tmp_path / "f"))
-    with pytest.raises(ValueError, match="need a buffer of 8192, this one has 4096"):
+    with pytest.raises(ValueError, match="need a buffer of 8192 bytes, not 4096"):
         file.read(page_buffer(PAGE), 4000, 200)
     file.close()
 
@@ -288,7 +288,7 @@ def test_reads_after_the_end(model):
     files = Files()
     files.array(model.extent("a"), "trunk")
     files.close()
-    where = r"model.safetensors: bytes at offset \d+ are asked for after the files were closed"
+    where = r"model.safetensors: read at offset \d+ after the files were closed"
     with pytest.raises(CheckpointError, match=where):
         files.array(model.extent("a"), "trunk")
     with pytest.raises(CheckpointError, match=where):

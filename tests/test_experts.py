@@ -797,7 +797,7 @@ def test_closing_wakes_a_caller_that_waits(store, small, streams):
         caller.join(5)
         closer.join(5)
         assert not caller.is_alive() and not closer.is_alive()
-    assert raised == ["experts: the readers have ended, the model is closed"]
+    assert raised == ["experts: the readers have ended because the model is closed"]
 
 
 def test_after_closing_nothing_is_requested(store):
@@ -811,7 +811,7 @@ def test_after_closing_nothing_is_requested(store):
 
 def test_what_cannot_be_requested(store):
     with running(store, 2) as experts:
-        with pytest.raises(ValueError, match=r"experts \[3, 3\] of layer 0 .* an expert twice, or no slot"):
+        with pytest.raises(ValueError, match=r"experts \[3, 3\] of layer 0 .* an expert is named twice"):
             experts.layer(0).request([3, 3])
         with pytest.raises(RuntimeError, match="no request is open"):
             experts.map(None, 1)

@@ -160,7 +160,7 @@ def test_a_batch_that_is_left_out_is_an_error_and_not_a_shift(numbers):
         with pytest.raises(RuntimeError, match="test: these blocks are not the next ones"):
             b.consume(wrong)
         assert not b.pool.at_start()
-        with pytest.raises(RuntimeError, match="test: the batch before was interrupted or has failed: restart first"):
+        with pytest.raises(RuntimeError, match="test: the batch before was interrupted or has failed: call restart"):
             b.consume([2, 3])
         b.pool.restart([0, 1, 2, 3, 4, 5], cyclic=True)
         b.consume([0, 1])
@@ -472,7 +472,7 @@ def test_closing_wakes_a_caller_that_waits(numbers, working):
     gate.set()
     caller.join(5)
     closer.join(5)
-    assert raised == ["test: the readers have ended, the model is closed"]
+    assert raised == ["test: the readers have ended because the model is closed"]
     assert not caller.is_alive() and not closer.is_alive()
     for use in (lambda: b.pool.restart([1]), lambda: b.consume([1])):
         with pytest.raises(RuntimeError, match="the model is closed"):

@@ -390,7 +390,7 @@ def test_a_closed_trunk_says_so_and_has_let_go(make, tensors):
     for name in ("a", "b", "norm"):
         with pytest.raises(RuntimeError, match="the trunk is closed"):
             trunk.weight(name)
-    with pytest.raises(RuntimeError, match="the readers have ended, the model is closed"):
+    with pytest.raises(RuntimeError, match="the readers have ended because the model is closed"):
         W.multiply(np.ones((1, 100), np.float32), np.empty((1, 96), np.float32), 1)
     trunk.close()
 

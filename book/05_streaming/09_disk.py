@@ -49,7 +49,7 @@ from k3lib.header import ARRAY_DTYPES, ITEMSIZE, Extent
 from k3lib.system import forget_pages, has_direct, keep_uncached, open_read, pread, zero_pages
 
 # %% tags=["export"]
-PAGE = 4096  # bytes: direct reads want offsets, lengths and addresses in whole pages
+PAGE = 4096  # bytes; offset, length and address of a direct read are multiples of it
 READ_UNIT = 3 << 18  # bytes that a reader reads and multiplies at a time (5.12)
 
 
@@ -68,12 +68,12 @@ def whole_pages(nbytes: int) -> int:
 
 
 def page_padded(nbytes: int) -> int:
-    "Bytes of a buffer that holds any extent of `nbytes` with the rest of its first and last page."
+    "Bytes of a buffer for an extent of `nbytes` that is read in whole pages, wherever in a page it begins."
     return whole_pages(nbytes) + PAGE
 
 
 def page_buffer(nbytes: int) -> np.ndarray:
-    "A page-aligned uint8 array of at least `nbytes`, in whole pages: zero, and uncommitted until it is written."
+    "A page-aligned uint8 array of zeros: `nbytes` in whole pages, at least one. A page takes memory once written."
     return np.frombuffer(zero_pages(max(PAGE, whole_pages(nbytes))), np.uint8)
 
 
@@ -122,8 +122,8 @@ print(f"memory grows by {with_map - before:.0f} MB for the mapped file, by {with
 # so a read is widened to the pages that its extent touches.
 #
 # A file system may refuse direct reads, at open or only at the first read. Then reads are buffered, and each drops its
-# pages from the cache again. The first descriptor stays open all the same: another reader may be inside a call on it,
-# and the number of a closed descriptor is soon another file's.
+# pages from the cache again. The first descriptor stays open: another reader may be inside a call on it, and the system
+# gives the number of a closed descriptor to the next file that is opened.
 #
 # A shard that is written to, replaced or cut off during a run would mix two models in one answer. So a file must have
 # the fingerprint (5.2.4) of the file whose header was read. It is compared when the file is opened, and by `check`
@@ -133,9 +133,9 @@ print(f"memory grows by {with_map - before:.0f} MB for the mapped file, by {with
 class File:
     """One shard, read past the page cache where the file system allows it. Any number of threads may read at a time.
 
-    `access`: "direct", or "buffered: " and why. `descriptor`: the file descriptor, and True if it reads directly.
-    `known`: the fingerprint of the file whose header was read, if there was one. Raises CheckpointError if the file
-    cannot be opened or has another fingerprint.
+    `access`: "direct", or "buffered: " and the reason. `descriptor`: the descriptor, and whether it reads directly.
+    `known`: the fingerprint that the file had when its header was read; None means the one at the first open. Raises
+    CheckpointError if the file cannot be opened or has another fingerprint.
     """
 
     def __init__(self, path: str, known: Fingerprint | None = None):
@@ -168,7 +168,7 @@ class File(File):
         "Read through the page cache from now on."
         with self._lock:
             if self._opened and not self.descriptor[1]:
-                return  # another reader was first
+                return  # another reader has done it
             try:
                 self._use(False, f"buffered: {why}")
             except OSError as error:
@@ -187,7 +187,7 @@ class File(File):
             raise CheckpointError(f"{self.path}: {what} during the run: found {found}, expected {expected}")
 
     def check(self) -> None:
-        "CheckpointError unless the file is still the one at its path and has not been written to."
+        "Raise CheckpointError unless the file is still the one at its path and has not been written to."
         try:
             for status in (os.fstat(self.descriptor[0]), os.stat(self.path)):
                 self._compare(status)
@@ -201,23 +201,25 @@ class File(File):
 
 
 # %% [markdown]
-# A call may bring less than it was asked for. A direct read then continues at the last whole page. At a file that was
-# cut off in the middle of a page, that would be the same page again, for ever. So less than a page of progress ends the
-# read: with an error if the file ends there, otherwise by going on through the page cache.
+# A read call may return fewer bytes than it was asked for. A direct read then continues at the last whole page. In a
+# file that was cut off in the middle of a page, it would read that page again for ever. So a direct read that returns
+# less than a page is not repeated. If the file ends there, that is an error; if not, the file is read through the page
+# cache from then on.
 
 # %% tags=["export"]
 class File(File):
     def read(self, buffer: np.ndarray, offset: int, nbytes: int) -> tuple[int, int]:
         """Read `nbytes` at `offset` into `buffer`, a page-aligned uint8 array of at least page_padded(nbytes).
 
-        Returns the index in `buffer` at which the extent begins, and the bytes that were transferred: those of whole
-        pages. Raises CheckpointError if the file is too short or cannot be read, ValueError if the buffer is too small.
+        Returns the index in `buffer` at which these bytes begin, and how many bytes the system transferred for them, in
+        whole pages up to the end of the file. Raises CheckpointError if the file is too short or cannot be read,
+        ValueError if the buffer is too small.
         """
         low, end = offset - offset % PAGE, offset + nbytes
         want = whole_pages(end - low)
         view, done = buffer.data[:want], 0
         if len(view) < want:
-            raise ValueError(f"{nbytes} bytes at offset {offset} need a buffer of {want}, this one has {len(view)}")
+            raise ValueError(f"{nbytes} bytes at offset {offset} need a buffer of {want} bytes, not {len(view)}")
         while low + done < end:
             fd, direct = self.descriptor
             try:
@@ -226,7 +228,7 @@ class File(File):
                 if not direct or error.errno != errno.EINVAL:
                     where = f"{self.path}: reading {nbytes} bytes at offset {offset} failed: {error.strerror}"
                     raise CheckpointError(where) from None
-                self._go_buffered(f"O_DIRECT refused at read: {error.strerror}")  # some refuse it here, not at open
+                self._go_buffered(f"O_DIRECT refused at read: {error.strerror}")  # some file systems refuse it here
                 continue
             if low + done + got >= end or got >= PAGE or got and not direct:
                 done += got - got % PAGE if direct and low + done + got < end else got
@@ -281,11 +283,12 @@ small.close()
 # were asked for, and the bytes of whole pages that the system transferred for them.
 #
 # Many threads read at once, so every field is guarded by one lock. It is an `RLock`, for the reason that 5.11.3 gives.
-# A read begins and ends under the lock, and itself runs without it.
+# A reader takes the lock to note that its read begins, and again to note that it has ended. The read itself runs
+# without the lock.
 
 # %% tags=["export"]
 class ReadCount(NamedTuple):
-    "What some reads came to: seconds inside them, bytes that were asked for, bytes of the whole pages transferred."
+    "The account of some reads: seconds inside them, bytes that were asked for, bytes of whole pages transferred."
 
     seconds: float
     nbytes: int
@@ -295,13 +298,13 @@ class ReadCount(NamedTuple):
 class Files:
     """The shards of one checkpoint, each opened at its first read, and the account of what was read from them.
 
-    `fingerprints`: {path: fingerprint} of files whose headers were read; a file that has another one is refused.
+    `fingerprints`: {path: fingerprint} of files whose headers were read; another fingerprint is refused.
     `bytes_read`: {part: bytes of the extents that were read}. `bytes_transferred`: bytes of the whole pages that hold
     them. `read_seconds`: time inside reads, summed over the threads. A read that does not end is logged (5.9.4).
 
     `_lock` guards every change of a field. A report may read the three counts without it. `_under_way` {thread: (path,
     offset, when it began)}: the reads that have begun and not ended. A file is closed only when no other thread has
-    one.
+    a read under way.
     """
 
     def __init__(self, fingerprints: dict[str, Fingerprint] | None = None):
@@ -319,11 +322,11 @@ class Files:
 # %% tags=["export"]
 class Files(Files):
     def _begin(self, extent, offset):
-        "The File of an extent. It stays open until _end is called."
+        "Note that a read begins, and return the File of the extent. It stays open until _end is called."
         with self._lock:
             at = extent.offset + offset
             if self._closed:
-                raise CheckpointError(f"{extent.file}: bytes at offset {at} are asked for after the files were closed")
+                raise CheckpointError(f"{extent.file}: read at offset {at} after the files were closed")
             file = self._files.get(extent.file)
             if file is None:
                 file = self._files[extent.file] = File(extent.file, self._fingerprints.get(extent.file))
@@ -344,15 +347,16 @@ class Files(Files):
 
 # %% [markdown]
 # There are two ways to read. `read` makes one read from Python. `stream` lends the descriptor to a loop of compiled
-# code, which reads and multiplies (5.12) and says afterwards what it has read. That loop knows the plain case only, a
-# direct read that brings everything; all others are left to `read`.
+# code, which reads and multiplies (5.12) and says afterwards what it has read. That loop handles the plain case only, a
+# direct read that returns every byte; `read` handles all others.
 
 # %% tags=["export"]
 class Files(Files):
     def read(self, buffer: np.ndarray, extent: Extent, offset: int, nbytes: int, part: str) -> int:
-        """Read `nbytes` from byte `offset` of `extent` into the page-aligned `buffer`, on the account of `part`.
+        """Read `nbytes` from byte `offset` of `extent` into `buffer`, on the account of `part`.
 
-        Returns the index in `buffer` at which they begin. Raises CheckpointError.
+        `buffer`: a page-aligned uint8 array of page_padded(nbytes). Returns the index in it at which these bytes begin.
+        Raises CheckpointError, and ValueError if the buffer is too small.
         """
         began, used, transferred = time.perf_counter(), 0, 0
         try:
@@ -365,8 +369,8 @@ class Files(Files):
     def stream(self, extent: Extent, offset: int, part: str, loop: Callable[[int], tuple[Any, ReadCount]]) -> Any:
         """Let `loop` read the file of `extent`, from byte `offset` of the extent on, on the account of `part`.
 
-        loop(file descriptor) returns a result and a ReadCount. Returns the result; or None if the file is read through
-        the page cache, and `loop` is then not called.
+        loop(file descriptor) returns a result and a ReadCount. Returns the result; or None, without calling `loop`, if
+        the file is read through the page cache. Raises CheckpointError if the file cannot be opened.
         """
         result, count = None, ReadCount(0.0, 0, 0)
         try:
@@ -397,7 +401,7 @@ class Files(Files):
             return {os.path.basename(path): file.access for path, file in sorted(self._files.items())}
 
     def check(self) -> None:
-        "CheckpointError if a file that was opened has been written to, replaced or removed since its header was read."
+        "Raise CheckpointError if an opened file was written to, replaced or removed since its header was read."
         with self._lock:
             files = [] if self._closed else [*self._files.values()]
         for file in files:
@@ -407,7 +411,7 @@ class Files(Files):
         "Close the shards once the reads of other threads have ended; later reads raise CheckpointError."
         with self._lock:
             self._closed = True
-            # a read of this thread itself has ended: Ctrl-C has interrupted it before it could say so
+            # an entry of this thread is no read under way: Ctrl-C came before _end could remove it
             while self._under_way.keys() - {threading.get_ident()}:
                 self._read_ended.wait()
             for file in self._files.values():
@@ -420,10 +424,9 @@ class Files(Files):
 # %% [markdown]
 # ## 5.9.4 A read that does not end
 #
-# A disk that fails, or a network file system whose server is gone, may keep a read for ever. That cannot be told from a
-# read that is slow, so nothing is given up: the read is waited for, and a warning names it. A thread looks once in
-# `STALL` seconds. It holds `Files` by a weak reference only, so that it does not keep alive what a caller has forgotten
-# to close.
+# A disk that fails, or a network file system whose server is gone, may never answer a read. Such a read looks like a
+# slow one. So the run waits for it, and a warning names it. A thread looks for such reads once in `STALL` seconds. It
+# has only a weak reference to `Files`, so that it does not keep an object alive that a caller forgot to close.
 
 # %% tags=["export"]
 STALL = 60.0  # seconds: longer than a slow read, and than the first call of a kernel that is still being compiled
@@ -442,7 +445,7 @@ class Files(Files):
 
 
 def _watch(files):
-    "A thread that warns of stalled reads of `files` until these are closed or nobody uses them any more."
+    "Start a thread that warns of stalled reads until `files` is closed or garbage-collected. Returns the thread."
     def run(reference, over):
         while not over.wait(STALL):
             alive = reference()
@@ -466,7 +469,7 @@ def _watch(files):
 def typed(buffer: np.ndarray, start: int, nbytes: int, dtype: str) -> np.ndarray:
     """buffer[start:start+nbytes] as an array of elements of the tensor's `dtype`: uint16 for BF16.
 
-    The bytes are moved to the front of `buffer` if `start` is odd for that dtype.
+    The bytes are moved to the front of `buffer` if `start` is no multiple of the element's size.
     """
     if start % ITEMSIZE[dtype]:
         buffer[:nbytes] = buffer[start:start + nbytes]
@@ -494,9 +497,10 @@ files.close()
 # %% [markdown]
 # ## 5.9.6 How many readers a device wants
 #
-# One reader waits for one read at a time, and a device answers many at once. How many it wants is measured, on the
-# device. Units of 768 KiB come from all over a file, once each. The fewest readers whose rate is within a tenth of the
-# best are enough; `k3 plan --measure` (5.18) adds one for each thread that multiplies meanwhile.
+# One reader waits for one read at a time, and a device answers many at once. How many readers it wants is measured, on
+# the device itself. They read one file in units of 768 KiB, each unit by one reader, in file order, and from the front
+# again after the last unit. The fewest readers whose rate is within a tenth of the best are enough; `k3 plan --measure`
+# (5.18) adds one for each thread that multiplies meanwhile.
 
 # %% tags=["export"]
 MAX_READERS = 64  # threads
@@ -504,9 +508,9 @@ MAX_READERS = 64  # threads
 
 def read_rates(path: str | os.PathLike, counts: tuple[int, ...] = (1, 2, 4, 8, 16),
                seconds: float = 0.4) -> dict[int, float]:
-    """{number of readers: bytes a second} for each number in `counts`, measured for `seconds` on the file `path`.
+    """{number of readers: bytes a second} for each number in `counts`, each measured for `seconds` on the file `path`.
 
-    Raises CheckpointError.
+    Raises OSError if there is no such file, CheckpointError if it cannot be read.
     """
     size, order, rates, file = os.path.getsize(path), count(), {}, File(str(path))
     units = max(1, size // READ_UNIT)
@@ -548,7 +552,7 @@ shutil.rmtree(scratch)
 #
 # - A page buffer is memory whose size we choose; a mapped file is memory whose size the kernel chooses.
 # - Reads bypass the page cache where the file system allows it, and the report says where it does not.
-# - A read brings all bytes or one line that says which file, which bytes, and what came instead.
+# - A read returns all bytes, or raises an error whose one line says which file, which bytes, and what came instead.
 # - A shard must keep the fingerprint it had when its header was read.
 #
 # **Exercises.**
@@ -556,6 +560,6 @@ shutil.rmtree(scratch)
 #    `Files.bytes_transferred` counts them. Why is it so much less for K3?
 # 2. Take the `got >= PAGE` away from `File.read` and read a file that is cut off in the middle of a page. What happens,
 #    on a file system with direct reads and on one without?
-# 3. Let `read_rates` read in file order. On which devices does the answer change?
+# 3. Let `read_rates` read the units in a random order. On which devices does the answer change?
 #
 # Next: [5.10 How a budget's bytes are laid out](10_layout.ipynb).

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 5.10 How a budget's bytes are laid out
 #
-# Whatever the budget is, the same forward pass runs; the budget only decides where the bytes wait for it. This chapter
-# computes that place for every tensor, once: which rows of a matrix are read together, how many buffers they go
-# through, how much memory an expert needs. At the end you can say from a tensor's shape alone how much memory it takes
-# while it streams.
+# The same forward pass runs at every budget. The budget only decides which weights wait in memory and which on the
+# disk. This chapter lays out the memory for both, once: which rows of a matrix are read together, how many buffers they
+# go through, how much memory an expert needs. At the end you can say from a tensor's shape alone how much memory it
+# takes while it streams.
 #
 # [5.9 Past the page cache](09_disk.ipynb) ·
 # [contents](../README.md) ·
@@ -55,12 +55,12 @@ class RowBlock(NamedTuple):
     part: str
 
     def through(self, last: "RowBlock") -> "RowBlock":
-        "All rows from here to the end of `last`, a later block of the same matrix."
+        "One block of all rows from the first of this block to the end of `last`, a later block of the same matrix."
         return self._replace(rows=last.first + last.rows - self.first, nbytes=last.begin + last.nbytes - self.begin)
 
 
 def row_blocks(extent: Extent, multiple: int, buffer_bytes: int, part: str) -> list[RowBlock]:
-    """The blocks of a matrix for buffers of `buffer_bytes`: few of them, and all but the last of equal size.
+    """Cut a matrix into as few row blocks as buffers of `buffer_bytes` allow, all but the last of equal size.
 
     The rows of a block are a multiple of `multiple`. Where there is room, they are also a multiple of the four rows
     that a kernel takes at a time. Raises ValueError if `multiple` rows do not fit a buffer.
@@ -97,8 +97,8 @@ assert [block.rows for block in row_blocks(q_proj, 1, 2 << 20, "trunk")][:2] == 
 # a router is read ahead, through buffers of its own. They hold one router, in blocks of one read unit.
 
 # %% tags=["export"]
-BUFFER_BYTES = 2 << 20  # of a buffer for row blocks, unless all matrices are smaller or a group of rows is larger
-READ_AHEAD = 3  # row blocks that wait for their matrix
+BUFFER_BYTES = 2 << 20  # of a row block's buffer; less if all matrices are smaller, more for larger groups of rows
+READ_AHEAD = 3  # the most row blocks that are read before their matrix is used
 BLOCK_ENTRY_BYTES = 250  # memory of one RowBlock in a list
 
 
@@ -111,12 +111,12 @@ class Buffers:
 
     @property
     def total(self) -> int:
-        "Bytes of all of them."
+        "Bytes of all buffers."
         return self.count * self.nbytes
 
 
 def row_buffers(matrices: dict[str, Extent], multiples: dict[str, int], readers: int) -> Buffers:
-    """Buffers through which any of `matrices`, {name: extent}, streams: one a reader, and READ_AHEAD for blocks.
+    """The buffers through which `matrices`, {name: extent}, stream: one for each reader, and READ_AHEAD more.
 
     `multiples`: {name: rows that must stay together}.
     """
@@ -139,7 +139,7 @@ def router_buffers(extents: Collection[Extent]) -> Buffers:
 # %% [markdown]
 # ## 5.10.3 The trunk's layout
 #
-# For each tensor the layout says that it is resident, or through which row blocks it streams.
+# The layout says of each tensor that it is resident, or in which row blocks it is streamed.
 
 # %% tags=["export"]
 class ResidentTensor(NamedTuple):
@@ -152,11 +152,11 @@ class ResidentTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class TrunkLayout:
-    """Where the tensors of a forward pass wait, all but the routed experts. Dicts are in the order of the forward pass.
+    """Which tensors of a forward pass, all but the routed experts, are resident or streamed. Dicts are in its order.
 
     `resident`: {name: ResidentTensor}. `streamed`: {name: its row blocks}. `routers`: names of the streamed matrices
-    that are read ahead whole. `rows`, `router_rows`: the buffers of the others, and of the routers. `readers`: threads
-    that read and multiply row blocks. `read_ahead`: the most row blocks that wait in `rows`.
+    that are read ahead whole. `router_rows`: their buffers. `rows`: the buffers of all other streamed matrices.
+    `readers`: threads that read and multiply row blocks. `read_ahead`: the most row blocks read ahead into `rows`.
     """
 
     resident: dict[str, ResidentTensor]
@@ -182,7 +182,7 @@ class TrunkLayout:
 # %% tags=["export"]
 class TrunkLayout(TrunkLayout):
     def pin(self, names: frozenset[str]) -> "TrunkLayout":
-        "The same layout with the matrices `names` resident, and without buffers if that is all of them."
+        "The same layout with the matrices `names` resident too, and without buffers if no matrix is streamed any more."
         resident, streamed = dict(self.resident), {}
         for name, blocks in self.streamed.items():
             if name in names:
@@ -214,7 +214,7 @@ def trunk_layout(extents: dict[str, Extent], multiples: dict[str, int], readers:
 # %% [markdown]
 # ## 5.10.4 Room for experts
 #
-# An expert that is cached needs room for its six tensors, each with the rest of its first and last page. One that
+# An expert that is cached needs room for its six tensors, each with the rest of its first and last page. An expert that
 # streams needs far less: the scales of one matrix, which are read before its rows, and one read unit of rows.
 
 # %% tags=["export"]
@@ -234,16 +234,17 @@ def streaming_slot_bytes(extents: list[Extent]) -> int:
 
 
 # %% [markdown]
-# A slot has room for one or the other. Where all slots hold whole experts, those beyond one a reader cache experts.
+# In a layout all slots have one size: that of a whole expert, or that of a streaming one. If they have room for whole
+# experts, one slot for each reader is set aside, and all others cache experts.
 
 # %% tags=["export"]
 @dataclass(frozen=True)
 class ExpertLayout:
-    """Where routed experts wait.
+    """The memory of the routed experts.
 
-    `layers`: the numbers of the layers that have some, ascending. `slots`: the memory for them. `readers`: threads that
-    read and multiply experts, each with one slot through which experts stream. `whole`: a slot holds a whole expert.
-    Only then are experts read ahead, and the slots beyond one a reader cache experts.
+    `layers`: the numbers of the layers that have routed experts, ascending. `slots`: memory for one expert each.
+    `readers`: threads that read and multiply experts, each with one slot through which experts stream. `whole`: a slot
+    holds a whole expert. Only then are experts read ahead, and only then do the other slots cache experts.
     """
 
     layers: tuple[int, ...]

@@ -37,8 +37,8 @@ from k3lib.read_multiply import Product, max_concurrent_blocks, read_multiply, r
 # product is read and multiplied in units (5.12). Work of another kind, as attention with `kv_b_proj`, is called on
 # whole blocks by the reader that has read them.
 #
-# Of the blocks that nobody has begun to read, the rest (5.11.2), a plain product makes one range of rows. Other work
-# takes them block by block.
+# The blocks that no reader has begun are the rest of the batch (5.11.2). A plain product treats the rest as one range
+# of rows. Other work takes it block by block.
 
 # %% tags=["export"]
 class StreamedMatrix:
@@ -72,7 +72,8 @@ class StreamedMatrix(StreamedMatrix):
     def map_blocks(self, work: Callable[[int, np.ndarray, int], Any], threads: int) -> None:
         """Call work(first row, rows [m, k], 1) on blocks that cover the matrix, on readers, several at a time.
 
-        They come in any order. Returns when all calls have ended. Raises what one of them raised, and CheckpointError.
+        `rows`: uint16 (bf16) or float32. The blocks come in any order. Returns when all calls have ended. Raises what
+        one of them raised, and CheckpointError.
         """
         def call(block, rows):
             work(block.first, rows, 1)
@@ -96,12 +97,12 @@ class StreamedMatrix(StreamedMatrix):
 #
 # **Routers** are read ahead whole. No expert of a layer can be requested before all 12.8 MB of its router have been
 # multiplied. Among the blocks of the matrices before it, the router would be read last, and everything would wait for
-# it. So routers have a pool of their own, with buffers for one of them. When the router of this layer has been used, a
+# it. So routers have a pool of their own, with buffers for one router. When the router of this layer has been used, a
 # single reader reads that of the next layer, block by block. It has the time of a whole layer for that.
 
 # %% tags=["export"]
 def as_float32(array: np.ndarray) -> np.ndarray:
-    "A vector, [1, H] weight (as [H]) or convolution as float32; `array` of the checkpoint: uint16 (bf16) or float32."
+    "A vector or convolution `array`, uint16 (bf16) or float32, as float32. A weight [1, H] becomes [H]."
     array = bf16_to_float32(array) if array.dtype == np.uint16 else array
     return array.reshape(-1) if array.ndim == 2 else array
 
@@ -110,7 +111,7 @@ def as_float32(array: np.ndarray) -> np.ndarray:
 class Trunk:
     """Every tensor of a forward pass but the routed experts, resident or streamed, as `layout` says. For one thread.
 
-    `resident`: {name: ResidentMatrix, or a float32 vector}. progress(nbytes) is called for each of them as it is read.
+    `resident`: {name: ResidentMatrix, or a float32 vector}. progress(nbytes) is called when one of them has been read.
     Between two calls of begin(), weight() is called once for each streamed matrix, in the order of layout.streamed.
     Raises CheckpointError.
     """
@@ -130,7 +131,7 @@ class Trunk:
         try:
             self._add_pool("trunk", rows, layout.rows, layout.readers, layout.read_ahead)
             self._add_pool("routers", routers, layout.router_rows, 1, layout.router_rows.count)
-        except BaseException:  # nobody has this trunk yet to close it
+        except BaseException:  # no caller has this trunk yet to close it
             self.close()
             raise
 
@@ -138,7 +139,7 @@ class Trunk:
 # %% tags=["export"]
 class Trunk(Trunk):
     def _add_pool(self, name: str, blocks: list[RowBlock], buffers: Buffers, readers: int, read_ahead: int):
-        "A pool that reads `blocks` over and over, if there are any."
+        "Add a pool that reads `blocks` over and over, if there are any blocks."
         if blocks:
             memory = [page_buffer(buffers.nbytes) for _ in range(buffers.count)]
             pool = Prefetcher(lambda block, buffer: read_rows(self.files, block, buffer), memory, readers, read_ahead,
@@ -147,7 +148,7 @@ class Trunk(Trunk):
             pool.restart(blocks, cyclic=True)
 
     def begin(self) -> None:
-        "Begin a forward pass. If the one before was interrupted, the readers begin anew at its first block."
+        "Begin a forward pass. If the pass before was interrupted, the readers begin again at the first block."
         self._next = 0
         for pool, blocks in self._pools.values():
             if not pool.at_start():
@@ -176,11 +177,11 @@ class Trunk(Trunk):
 
     @property
     def wait_seconds(self) -> float:
-        "Seconds for which the arithmetic stood still for a row block."
+        "An estimate of the seconds for which the arithmetic waited for row blocks."
         return sum(pool.wait_seconds for pool, _ in self._pools.values())
 
     def close(self) -> None:
-        "End the readers and give the memory back. Who waits for rows, or asks for a tensor, gets a RuntimeError."
+        "End the readers and give the memory back. Waiting for rows or asking for a tensor then raises RuntimeError."
         self._closed = True
         for pool, _ in self._pools.values():
             pool.close()
@@ -264,8 +265,8 @@ print("through one buffer, two, three and forty, two forward passes each: the by
 
 # %% [markdown]
 # Three pools that break the rule, on purpose. The first lends one buffer to all readers. The second reads, in place of
-# every other block, the block before it. The third is one block late after its sixth read. None passes, and if there is
-# an error it is luck.
+# every other block, the block before it. The third is one block late after its sixth read. None of them passes the
+# gate. Whether one also raises an error is chance.
 
 # %%
 class OneBuffer(Prefetcher):

@@ -43,7 +43,7 @@ from k3lib.fileio import UsageError
 # %% tags=["export"]
 Pass = list[tuple[int, list[int]]]  # (layer, experts) for each MoE layer, in the order of the requests
 
-MAX_EXPERTS = 1 << 16  # of a layer; a larger number is damage
+MAX_EXPERTS = 1 << 16  # the most that a layer may have; a larger number of an expert is damage
 
 
 class TraceError(UsageError):
@@ -70,11 +70,11 @@ assert len(packed_trace(first_pass)) == 32
 #
 # The file does not say where a forward pass begins. It need not: layers run in ascending order, so where the layer
 # number falls, a new pass has begun. Two things follow. A trace of a single layer cannot be divided into passes. And
-# every pass must ask the same layers as the first: a pass that does not is damage, and its place can be named.
+# every pass must have the same layers as the first. A pass with other layers is damage, and its place can be named.
 
 # %% tags=["export"]
 def read_trace(path: str | PathLike) -> list[Pass]:
-    """The passes of a trace file, each a list of (layer, experts), as they were requested.
+    """The passes of a trace file, each a list of (layer, experts), in the order of the requests.
 
     Raises FileNotFoundError if there is no such file. Raises TraceError if the file ends too early, if an expert's
     number is too large, or if a pass has other layers than the first.
@@ -88,18 +88,18 @@ def read_trace(path: str | PathLike) -> list[Pass]:
     largest = int(experts.argmax())
     if experts[largest] >= MAX_EXPERTS:
         raise TraceError(f"{path}: request {largest}, at byte {8 * largest}, is for expert {experts[largest]}: "
-                         f"no layer has {MAX_EXPERTS}")
+                         f"no layer has more than {MAX_EXPERTS} experts")
     ends = [*(np.flatnonzero(np.diff(layers)) + 1).tolist(), len(layers)]
     groups = [(begin, int(layers[begin]), experts[begin:end].tolist()) for begin, end in zip([0, *ends], ends)]
     return _passes(path, groups, len(data))
 
 
 def _passes(path, groups, nbytes):
-    "`groups`, (number of the first request, layer, experts), divided where a pass begins. Raises TraceError."
+    "Divide `groups`, (number of its first request, layer, experts) each, into passes. Raises TraceError."
     n = next((i for i in range(1, len(groups)) if groups[i][1] < groups[i - 1][1]), len(groups))  # layers of a pass
     if n == 1:
         raise TraceError(f"{path}: every request is for layer {groups[0][1]}, "
-                         "and where a pass ends is seen only with two layers or more")
+                         "but only two layers or more show where a pass ends")
     for i, (begin, layer, _) in enumerate(groups):
         if layer != groups[i % n][1]:
             raise TraceError(f"{path}: request {begin}, at byte {8 * begin}, is for layer {layer}: "
@@ -165,8 +165,8 @@ folder.cleanup()
 def steps_of(passes: list[Pass]) -> tuple[list[Pass], int]:
     """What a cache is asked for: (steps, number of passes that repeat the one before).
 
-    A step is a list of (layer, each expert once, ascending). A pass repeats the one before if in every layer it begins
-    with all of that pass's requests and then has more. Of such a pass only the requests that are new are in the step.
+    A step is a list of (layer, its experts, each once, ascending). A pass repeats the one before if in every layer it
+    begins with all of that pass's requests and then has more. Only the new requests of such a pass are in the step.
     """
     steps, repeated = [], 0
     for before, now in zip([[], *passes], passes):

@@ -58,13 +58,13 @@ Score = Callable[[Key, int], float]
 class ScoredCache:
     """A cache of the `capacity` experts of highest score, over all layers.
 
-    score(key, now) is called at each use of an expert, key = (layer, e). `now` is the number of requests before this
-    one, a request being that of one layer.
+    score(key, now) is called at each use of an expert, key = (layer, e). A request is for experts of one layer, and
+    `now` is the number of requests before this one.
     """
 
     def __init__(self, capacity: int, score: Score):
         self.capacity, self.score, self.now = capacity, score, 0
-        self._scores: dict[Key, float] = {}  # of what is cached
+        self._scores: dict[Key, float] = {}  # of the cached experts
         self._heap: list[tuple[float, Key]] = []  # these scores, and older ones that have been replaced
 
     @property
@@ -73,7 +73,7 @@ class ScoredCache:
         return set(self._scores)
 
     def request(self, layer: int, ids: Iterable[int]) -> set[int]:
-        "The set of those of `ids` that were cached until now. Then the cache keeps the best."
+        "The set of those of `ids` that are cached. After that, choose anew which experts are cached."
         hits = {e for e in ids if (layer, e) in self._scores}
         for e in ids:
             value = self._scores[layer, e] = self.score((layer, e), self.now)
@@ -124,7 +124,7 @@ def uses_in(steps: list[Pass]) -> Score:
 
 
 def next_use(steps: list[Pass], first: int) -> Score:
-    "The clairvoyant score, whose cache has the most hits possible from step `first` on."
+    "The clairvoyant score: the negative time of the next use. It gives the most hits possible from step `first` on."
     uses: dict[Key, list[int]] = {}
     requests = [(n, layer, ids) for n, step in enumerate(steps) for layer, ids in step]
     for now in range(len(requests) - 1, -1, -1):
@@ -180,15 +180,15 @@ class AgingCache:
 
     def __init__(self, capacity: int):
         self.capacity, self.cached = capacity, frozenset[int]()
-        self._history: dict[int, int] = {}  # expert: the highest bit is for the last request, the next for that before
+        self._history: dict[int, int] = {}  # expert: highest bit for the last request, next for the one before
 
     @property
     def history(self) -> dict[int, int]:
-        "{expert: the requests that named it}, one bit for each of the last HISTORY_BITS, the newest the highest."
+        "{expert: bits}, one for each of the last HISTORY_BITS requests, the newest highest: 1 if it named the expert."
         return dict(self._history)
 
     def request(self, ids: Iterable[int]) -> frozenset[int]:
-        "The set of those of `ids` that were cached until now. Then the cache keeps the best."
+        "The set of those of `ids` that are cached. After that, choose anew which experts are cached."
         before, newest = self.cached, 1 << HISTORY_BITS - 1
         history = {e: bits >> 1 for e, bits in self._history.items() if bits > 1}
         history.update([(e, history.get(e, 0) | newest) for e in ids])
@@ -231,8 +231,8 @@ class LayerCaches:
 # ## 5.15.4 The replay
 #
 # The first half of the steps fills the caches, and the hits of the second half are counted. An *honest* pin knows the
-# first half, as anyone would at that point. A pin with *hindsight* knows the half that is counted. Capacities are given
-# in working sets.
+# first half, which lies in the past by then. A pin with *hindsight* knows the half that is counted. Capacities are
+# given in working sets.
 
 # %% tags=["export"]
 CAPACITIES = (0.1, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)  # working sets
@@ -242,7 +242,7 @@ Cache = ScoredCache | LayerCaches
 
 
 def replay(cache: Cache, steps: list[Pass], first: int = 0) -> tuple[int, int]:
-    "(hits, requests) of `cache` from step `first` on. The steps before fill it."
+    "(hits, requested experts) of `cache` from step `first` on. The steps before only fill it."
     hits = requests = 0
     for n, step in enumerate(steps):
         for layer, ids in step:
@@ -273,7 +273,7 @@ def policies(steps: list[Pass]) -> dict[str, Callable[[int], Cache]]:
 
 # %% tags=["export"]
 def working_set(steps: list[Pass]) -> int:
-    "The number of experts that the last step requests. In a decoding run that is a single token's."
+    "The number of experts that the last step requests: in a decoding run, those of a single token."
     return sum(len(ids) for _, ids in steps[-1])
 
 
@@ -294,7 +294,7 @@ def reuse(steps: list[Pass]) -> float:
 
 # %% tags=["export"]
 def replay_text(passes: list[Pass], expert_bytes: int = EXPERT_BYTES) -> str:
-    "Hit rate against capacity for the passes of a trace, as a table. `expert_bytes`: of one expert, for the GB column."
+    "A table of hit rate against capacity for the passes of a trace. `expert_bytes`: bytes of one expert, for its GB."
     steps, repeated = steps_of(passes)
     n, rates = working_set(steps), hit_rates(steps)
     requests = sum(len(ids) for step in steps for _, ids in step)
@@ -397,7 +397,7 @@ fig.suptitle("Below one token's experts (grey line) LRU has no hits, aging more 
 plt.show()
 
 # %% [markdown]
-# The distance to the dashed line is what only the future tells.
+# The dashed line is out of reach for a cache that does not know the future.
 #
 # ## 5.15.7 What a choice costs
 #

@@ -45,7 +45,7 @@ def parse_size(text: str | int) -> int:
 
 
 def shown_size(n: int | float) -> str:
-    "A number of bytes with a unit: 17.5 MB."
+    "`n` bytes as text with a unit: 17.5 MB."
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if abs(n) >= size:
             return f"{n / size:.{2 if unit in ('GB', 'TB') else 1}f} {unit}"

@@ -105,12 +105,12 @@ print("latent KV cache", shown_size(position), "a position,", shown_size(4096 * 
 # %% tags=["export"]
 JIT_RSS = 28_000_000  # private memory of compiled kernels and their threads after the first forward pass
 LIBRARY_RSS = 97_000_000  # resident pages of shared libraries after the first forward pass
-LIBRARY_RSS_GROWTH = 12_000_000  # how much of that is at least still to come, however much is resident already
-PROCESS_RSS = 150_000_000  # an interpreter with its libraries, where the system does not tell
+LIBRARY_RSS_GROWTH = 12_000_000  # bytes of them still to come, even if most are resident before the first pass
+PROCESS_RSS = 150_000_000  # assumed for an interpreter with its libraries, where the system does not tell
 
 
 def fixed_costs(config: Config, trunk: TrunkLayout, context: int, held: int) -> dict[str, int]:
-    "{part: bytes} of what this process holds at any budget: the `held` bytes of before, and what decoding adds."
+    "{part: bytes} at any budget: the `held` bytes that this process already holds, and what decoding adds."
     libraries = max(LIBRARY_RSS_GROWTH, LIBRARY_RSS - (status_bytes("RssFile") or LIBRARY_RSS))
     return {
         "interpreter, libraries, checkpoint index": held,
@@ -122,7 +122,7 @@ def fixed_costs(config: Config, trunk: TrunkLayout, context: int, held: int) -> 
 
 
 def vector_bytes(extent: Extent) -> int:
-    "Bytes that a vector takes in memory, where it is float32 also if the file has bfloat16."
+    "Bytes of a vector in memory, where it is float32 even if the file has bfloat16."
     return 2 * extent.nbytes if extent.dtype == "BF16" else page_padded(extent.nbytes)
 
 
@@ -160,7 +160,7 @@ class Plan:
 
 
 # %% [markdown]
-# It can be shown as a table, before the first weight is read, and as plain data, for the report.
+# A plan can be shown as a table, before the first weight is read, and as plain data, for the report.
 
 # %% tags=["export"]
 class Plan(Plan):
@@ -200,7 +200,7 @@ class PlanError(UsageError):
 
 # %% tags=["export"]
 def expert_readers(config: Config, readers: int) -> int:
-    "The smallest number of readers, of `readers`, that needs no more rounds for the experts of a token than all do."
+    "The fewest readers that need no more rounds for the experts of a token than all `readers` do."
     chosen = config.num_experts_per_token
     return -(-chosen // -(-chosen // readers))
 
@@ -249,7 +249,7 @@ def pin_from_front(trunk: TrunkLayout, spare: int) -> tuple[TrunkLayout, int, in
 
 
 def cache_experts(config: Config, experts: ExpertLayout, whole_bytes: int, spare: int) -> ExpertLayout:
-    "Spend `spare` bytes on slots of `whole_bytes`, if at least one slot remains after one for each reader."
+    "Spend `spare` bytes on slots of `whole_bytes`, if they pay for at least one slot more than one a reader."
     slots, nbytes = experts.slots, spare + experts.slots.total
     if not slots.count or nbytes < (slots.count + 1) * whole_bytes:
         return experts
@@ -275,11 +275,11 @@ def longest_chunk(config: Config, longest: int, spare: int) -> int:
 
 # %% [markdown]
 # `make_plan` spends the budget in that order. It refuses twice: a budget below what this model needs in this process,
-# and a plan for which the machine has too little free memory. Two processes of a kind differ by some tenths of a
-# megabyte, so the number that a refusal names is rounded up.
+# and a plan for which the machine has too little free memory. Two processes that do the same work differ by some tenths
+# of a megabyte, so the number that a refusal names is rounded up.
 
 # %% tags=["export"]
-READERS = 5  # threads that read, unless told otherwise, and never fewer than threads of arithmetic
+READERS = 5  # threads that read by default; never fewer than the threads of arithmetic
 
 
 class TrunkSource(Protocol):

@@ -79,7 +79,7 @@ class _TrunkFile(NamedTuple):
 
 
 def _trunk_files(checkpoint: Checkpoint, names: Iterable[str], folder: str) -> list[_TrunkFile]:
-    "The files of a packed trunk of the tensors `names`, a layer's one after another."
+    "The files of a packed trunk of the tensors `names`, in which the tensors of a layer are adjacent."
     groups = [list(group) for _, group in groupby(names, layer_of)]
     files = []
     for i, group in enumerate(groups, 1):
@@ -95,8 +95,8 @@ def _trunk_files(checkpoint: Checkpoint, names: Iterable[str], folder: str) -> l
 # ## 5.19.3 Copied, holes left out, and compared
 #
 # A synthetic checkpoint is mostly holes, parts of a file that take no disk. A copy of their zeros would take a hundred
-# gigabytes, so only the data between the holes are written. The comparison reads both sides whole, past the page cache:
-# it sees what is on the disk.
+# gigabytes, so only the data between the holes are written. The comparison reads all of both files, past the page
+# cache, so it sees what is on the disk.
 
 # %% tags=["export"]
 COPY_BYTES = 1 << 20  # bytes copied or compared at a time
@@ -109,12 +109,12 @@ def _data_bytes(extent):
 
 
 def _copy_spans(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    "(begin, length) of the spans that are copied at a time."
+    "Cut begin..end into spans (begin, length) of at most COPY_BYTES."
     return ((at, min(COPY_BYTES, end - at)) for at in range(begin, end, COPY_BYTES))
 
 
 def _copy(files: Files, extent: Extent, target: BinaryIO, offset: int) -> None:
-    "Write a tensor's data to byte `offset` of the file `target`, but for the holes."
+    "Write a tensor's data, but not its holes, to the file `target` from byte `offset` on."
     buffer = page_buffer(page_padded(COPY_BYTES))
     with open(extent.file, "rb") as source:
         for begin, end in data_runs(source.fileno(), extent.offset, extent.offset + extent.nbytes):
@@ -140,13 +140,14 @@ def _same(files: Files, a: Extent, b: Extent) -> bool:
 # A file is written under another name, flushed to the disk, compared with the checkpoint byte by byte, and only then
 # renamed. From this order follow three promises:
 #
-# - a file that has its name is right;
-# - a run that was interrupted goes on where it stopped: a file with its name is compared, not written;
+# - a file that has its final name is equal to the checkpoint;
+# - a run after an interrupted one goes on where that one stopped: it compares a file that has its final name, and does
+#   not write it;
 # - a folder in which a file is missing is refused as a checkpoint, because the names say how many there are.
 
 # %% tags=["export"]
 def _pack_file(checkpoint: Checkpoint, file: _TrunkFile, progress: Callable[[int], object]) -> None:
-    "Write a file, or find it written, and compare it with the checkpoint. CheckpointError if it differs."
+    "Write a file unless it exists, and compare it with the checkpoint. Raises CheckpointError if it differs."
     complete, part, files = os.path.exists(file.path), file.path + ".part", Files(checkpoint.fingerprints)
     try:
         if not complete:
@@ -179,14 +180,14 @@ def _write_file(files: Files, file: _TrunkFile, path: str) -> None:
 # %% tags=["export"]
 def _compare_file(files: Files, file: _TrunkFile, path: str, checkpoint: Checkpoint,
                   progress: Callable[[int], object]) -> None:
-    "Compare the file at `path` with the checkpoint. CheckpointError names the first tensor that differs."
+    "Compare the file at `path` with the checkpoint. Raises CheckpointError with the first tensor that differs."
     with open(path, "rb") as packed:
         good = packed.read(len(file.head)) == file.head and os.fstat(packed.fileno()).st_size == file.nbytes
     for name, extent, offset in file.tensors:
         if not good or not _same(files, extent, extent._replace(file=path, offset=offset)):
             what = name if good else "header or size"
-            raise CheckpointError(f"{path}: {what} is not as in {checkpoint.path}: another checkpoint's, or damaged; "
-                                  "remove the file to have it written again")
+            raise CheckpointError(f"{path}: {what} differs from that of {checkpoint.path}: the file is of another "
+                                  "checkpoint or damaged; remove it, and it is written again")
         progress(extent.nbytes)
 
 
@@ -195,13 +196,13 @@ def pack(checkpoint: Checkpoint, names: Iterable[str], folder: str | os.PathLike
     """Copy the tensors `names`, in this order, to safetensors files in `folder`: one for each layer, one for the rest.
 
     Holes stay holes. A file gets its name only when it is on the disk and equal to the checkpoint. So a run that was
-    interrupted can be repeated: files that have their names are compared, not written. `progress` is shown the bytes of
+    interrupted can be repeated: files that have their names are compared, not written. progress(nbytes) is called for
     each tensor done. Raises CheckpointError if the tensors of a layer do not lie side by side, if a file is of another
     checkpoint, or if the folder holds other safetensors files; OSError if the disk is full.
     """
     for layer, why in checkpoint.contiguity().broken_layers.items():
-        raise CheckpointError(f"{checkpoint.path}: layer {layer} is not in one piece: {why}; it streams, but it is not "
-                              "packed")
+        raise CheckpointError(f"{checkpoint.path}: layer {layer} is not in one piece: {why}; it can be streamed, "
+                              "but not packed")
     os.makedirs(folder, exist_ok=True)
     files = _trunk_files(checkpoint, names, os.fspath(folder))
     found = {name for name in os.listdir(folder) if name.endswith(".safetensors")}
@@ -224,10 +225,10 @@ def pack(checkpoint: Checkpoint, names: Iterable[str], folder: str | os.PathLike
 
 # %% tags=["export"]
 class Packed:
-    """A checkpoint whose tensors `names` are read from a folder that pack() has filled; in the checkpoint's place.
+    """A checkpoint of which the tensors `names` are read from `folder`, which pack() has filled.
 
-    `fingerprints`: of the files of both. Raises FileNotFoundError if there is no such folder, CheckpointError if it is
-    incomplete or packed from another checkpoint: dtypes, shapes and the first row of every tensor are compared.
+    `fingerprints`: those of the files of both. Raises FileNotFoundError if there is no such folder, CheckpointError if
+    it is incomplete or packed from another checkpoint: dtypes, shapes and the first row of every tensor are compared.
     """
 
     def __init__(self, checkpoint: Checkpoint, names: Iterable[str], folder: str | os.PathLike):

@@ -66,7 +66,7 @@ READ_BYTES = 1 << 20  # bytes read at a time
 
 # %% tags=["export"]
 def saved_arrays(sequence: Sequence, position: int) -> list[tuple[str, np.ndarray]]:
-    "[(name, float32 array)], views of a sequence's arrays in the order of the file; of a KV cache `position` rows."
+    "[(name, float32 array)], views of a sequence's arrays in the order of the file; of a KV cache the rows in use."
     named = []
     for L, layer in enumerate(sequence.layers):
         parts = {"latent": layer[:position]} if isinstance(layer, np.ndarray) else layer._asdict()
@@ -75,12 +75,12 @@ def saved_arrays(sequence: Sequence, position: int) -> list[tuple[str, np.ndarra
 
 
 def state_header(arrays: list[tuple[str, np.ndarray]]) -> bytes:
-    "The only header that a state of these arrays can have."
+    "The header of a state file with these `arrays`, which determine it."
     return header_bytes([*((name, "F32", array.shape) for name, array in arrays), ("about", "U8", (ABOUT_BYTES,))])
 
 
 def about_bytes(model: str, position: int, sha256: str = "") -> bytes:
-    "The description, ABOUT_BYTES long. The checksum is computed with a description in which it is still empty."
+    "The description, JSON of ABOUT_BYTES. The checksum covers a description in which `sha256` is still empty."
     about = {"format": STATE_FORMAT, "version": STATE_VERSION, "model": model, "position": position, "sha256": sha256}
     return json.dumps(about).encode().ljust(ABOUT_BYTES)
 
@@ -142,8 +142,8 @@ def load_sequence(file: str | os.PathLike, sequence: Sequence, model: str) -> No
     """Replace what `sequence` holds by the state that save_sequence has written to `file`.
 
     `model`: the model's fingerprint. Raises FileNotFoundError; StateError for a file that is damaged, or of another
-    model or version; UsageError for a state with more positions than the context. The sequence is then unchanged,
-    unless the file was changed or could not be read during the second reading: that leaves it incomplete, to be reset.
+    model or version; UsageError for a state with more positions than the context. After an error the sequence is
+    unchanged, unless the second of two readings failed: then it is incomplete and must be reset.
     """
     path = Path(file)
     if not path.is_file():
@@ -164,7 +164,7 @@ def load_sequence(file: str | os.PathLike, sequence: Sequence, model: str) -> No
 
 
 def check_state(source: FileIO, path: Path, sequence: Sequence, model: str) -> int:
-    "Check every byte of the state in the open file `source`; its position. Raises StateError and UsageError."
+    "Check every byte of the state in the open file `source`. Returns its position. Raises as load_sequence does."
     size = os.fstat(source.fileno()).st_size
     last = b"".join(file_chunks(source, max(0, size - ABOUT_BYTES), size, path))
     position, sha256 = check_about(last, size, path, sequence, model)
@@ -186,7 +186,7 @@ def check_state(source: FileIO, path: Path, sequence: Sequence, model: str) -> i
 
 # %% tags=["export"]
 def check_about(last: bytes, size: int, path: Path, sequence: Sequence, model: str) -> tuple[int, str]:
-    """(position, sha256) as the description says, in the `last` ABOUT_BYTES of a file of `size` bytes.
+    """Check the description, the `last` ABOUT_BYTES of a file of `size` bytes. Returns (position, sha256) from it.
 
     Raises StateError, and UsageError for a position beyond the context.
     """

@@ -81,8 +81,8 @@ def token_of(line: bytes, rank: int, where: str) -> bytes:
 
 
 # %% [markdown]
-# Two lines must not hold one token, and every single byte must be one, or some text would have no ids. The table in
-# memory is two arrays: all tokens' bytes in one string, and where each token ends in it.
+# No two lines may hold the same token, and every single byte must be a token, or some text would have no ids. The table
+# in memory is two arrays: all tokens' bytes in one string, and where each token ends in it.
 
 # %% tags=["export"]
 def read_ranks(path: str | os.PathLike) -> tuple[bytes, np.ndarray]:
@@ -214,7 +214,7 @@ assert pieces("々〇ー漢") == ["々〇", "ー", "漢"]
 
 # %% tags=["export"]
 def byte_alphabet() -> str:
-    "256 printable characters that stand for the bytes 0..255: those that Latin-1 prints stand for themselves."
+    "256 printable characters, one for each byte 0..255. Printable Latin-1 characters stand for themselves."
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return "".join(chr(b) if b in printable else chr(256 + others.index(b)) for b in range(256))
@@ -423,7 +423,7 @@ assert encoder.encode(case["text"]).ids == case["ids"] != obvious.encode(case["t
 
 # %% tags=["export"]
 class StreamDecoder:
-    """Ids in, whole characters out. The bytes of an unfinished character wait for the next id.
+    """Turns ids into text as they come, whole characters only. Bytes of an unfinished character wait for the next id.
 
     `errors` is a codec's error handler for invalid bytes: 'replace' shows U+FFFD, 'surrogateescape' keeps the bytes,
     and text.encode('utf-8', 'surrogateescape') gives them back.
@@ -438,14 +438,15 @@ class StreamDecoder:
         return self.utf8.decode(self.tokenizer.token(token_id))
 
     def finish(self) -> str:
-        "The bytes that still wait, as invalid ones. To be called once, after the last id."
+        "The text of the bytes that still wait, treated as invalid. Call it once, after the last id."
         return self.utf8.decode(b"", final=True)
 
 
 # %% [markdown]
 # ## 5.21.8 The tokenizer
 #
-# Two halves. The table from ids to bytes is read when a `Tokenizer` is made, and is small.
+# A tokenizer has two halves. The table from ids to bytes is small and is read when a `Tokenizer` is made. The encoder
+# comes later.
 
 # %% tags=["export"]
 class Tokenizer:
@@ -474,7 +475,7 @@ class Tokenizer:
         self.encoder: tokenizers.Tokenizer | None = None
 
     def token(self, token_id: int) -> bytes:
-        "The bytes of one id, of a control id its name. Raises TokenizerError if there is no such id."
+        "The bytes of one id; for a control id, those of its name. Raises TokenizerError if there is no such id."
         i = index(token_id)
         if not 0 <= i < self.vocab_size:
             raise TokenizerError(f"token id {i}: expected 0..{self.vocab_size - 1}")
@@ -484,11 +485,11 @@ class Tokenizer:
 
 
 # %% [markdown]
-# The encoder is built when the first text comes and can be dropped, because after the prompt nothing is encoded any
-# more.
+# The encoder is built when the first text is encoded. It can be dropped after the prompt, because then nothing is
+# encoded any more.
 #
-# Bytes in are bytes out: a stretch of input that is not UTF-8 is a piece of its own, merged by rank like any other. A
-# `str` has no bytes for a lone surrogate, so it gets U+FFFD, as in the release's class.
+# Bytes in are bytes out: a run of bytes that is not UTF-8 is a piece of its own, merged by rank like any other. A `str`
+# has no bytes for a lone surrogate, so it gets U+FFFD, as in the release's class.
 
 # %% tags=["export"]
 class Tokenizer(Tokenizer):
@@ -548,7 +549,7 @@ class Tokenizer(Tokenizer):
 
 # %% [markdown]
 # Not every folder holds a vocabulary: a synthetic checkpoint (5.24) has none, and decodes ids only. But a link to a
-# vocabulary that is gone is a fault, so it is not taken for a folder without one.
+# `tiktoken.model` that does not exist is an error, so such a folder is not taken for one without a vocabulary.
 
 # %% tags=["export"]
 def open_tokenizer(path: str | os.PathLike, config: Config) -> Tokenizer | None:

@@ -3,8 +3,8 @@
 #
 # By now there is a forward pass that knows no files (5.8), a trunk and experts that are read from a disk (5.13, 5.16),
 # a plan that says how much of them stays in memory (5.18), and a tokenizer. This chapter puts them together. It adds
-# four promises. A bad folder is refused before an hour of reading, not after it. Two threads cannot move one sequence.
-# What is reported was measured. A number that is not finite is traced to a row of a file.
+# four promises. A bad folder is refused before an hour of reading, not after it. Two threads cannot change one
+# sequence. What is reported was measured. A number that is not finite is traced to a row of a file.
 #
 # At the end `k3lib.load(folder, ram="8GB")` gives a model that decodes.
 #
@@ -76,7 +76,7 @@ class Report:
     synthetic: bool
     threads: int
     plan: Plan
-    trunk: str | None  # the folder of a packed trunk
+    trunk: str | None  # the folder of a packed trunk, or None
     ids: list[int]
     step_seconds: list[float]
     step_bytes: list[dict[str, int]]  # bytes read in each step, by part
@@ -87,8 +87,8 @@ class Report:
     expert_requests: int
     expert_hits: int
     files: dict[str, str]  # file name -> how it is read
-    asked_bytes: int  # of the whole pages that were asked of the system
-    kernel_bytes: int | None  # of read calls, as the system counted them
+    asked_bytes: int  # of the whole pages that the engine's reads transferred
+    kernel_bytes: int | None  # of this process's read calls, as the system counted them; None if it does not
     read_bytes_per_second: float  # of one reader, while it reads
 
     @property
@@ -103,7 +103,7 @@ class Report:
 
 
 # %% [markdown]
-# As text it is a table of one line a quantity.
+# As text a report is a table with one line for each quantity.
 
 # %% tags=["export"]
 def _by_part(bytes_read):
@@ -131,7 +131,7 @@ class Report(Report):
 
 
 # %% [markdown]
-# Bytes are counted twice. The engine counts what it asks of the system, in whole pages. The system counts what its read
+# Bytes are counted twice. The engine counts the whole pages that its reads transferred. The system counts what its read
 # calls delivered to this process, which includes other files that were read meanwhile, such as compiled kernels.
 
 # %% tags=["export"]
@@ -167,16 +167,16 @@ class Report(Report):
 class Engine:
     """A model that decodes under its plan, and the one sequence that it reads. Made by `load`.
 
-    Methods that read or move the sequence run one at a time, in the process that made the engine: a second thread and a
-    forked child get a RuntimeError. After an interrupted pass, all but reset() and load_state() raise RuntimeError.
+    Methods that read or change the sequence run one at a time, in the process that made the engine: a second thread
+    and a forked child get a RuntimeError. After an interrupted pass, all of them but reset() and load_state() raise it.
 
-    `config`, `plan`, `tokenizer` (or None), `stop` (ids that end an answer). `chunk`: the most tokens of a forward
-    pass. `on_layer(L)` is called after every layer of every pass. `steps`: a Step for each generated token.
+    `config`, `plan`, `tokenizer` (or None), `stop` (the stop ids, which end a reply). `chunk`: the most tokens of a
+    forward pass. `on_layer(L)` is called after every layer of every pass. `steps`: a Step for each generated token.
     """
 
     def __init__(self, source: "Source", plan: Plan, files: Files, trunk: Trunk, experts: Experts, threads: int,
                  read_calls_before: int | None):
-        "`read_calls_before`: what read_call_bytes said before the first weight was read."
+        "`read_calls_before`: the result of read_call_bytes() before the first weight was read."
         self.source, self.plan, self.files, self.trunk, self.experts = source, plan, files, trunk, experts
         self.config, self.tokenizer, self.threads = source.config, source.tokenizer, threads
         self.chunk, self.context = plan.chunk, plan.context
@@ -185,7 +185,7 @@ class Engine:
         self.steps: list[Step] = []
         self._read_calls_before, self._wall_seconds, self._io_wait_seconds = read_calls_before, 0.0, 0.0
         self._process, self._lock, self._closed = os.getpid(), threading.Lock(), False
-        self._moves = 0  # calls that may have moved the sequence
+        self._moves = 0  # calls that may have changed the sequence
         self._fingerprint: str | None = None
         check_vectors(self.config, trunk, files)
         self.model = Model(self.config, self._embedding, trunk.weight, experts, threads)
@@ -193,16 +193,16 @@ class Engine:
 
 
 # %% [markdown]
-# One caller at a time can move a sequence: with two, some layers would have read tokens that others have not. A forked
-# child has a copy of its parent's memory and none of its reader threads, so it would wait for them for ever. A second
-# thread and a forked child get a RuntimeError at once. A sequence that an interrupted pass has left incomplete (5.8)
-# is refused, too.
+# One caller at a time can change a sequence: with two, some layers would have read tokens that others have not. A
+# forked child has a copy of its parent's memory but none of the reader threads, so the child would wait for them for
+# ever. A second thread and a forked child get a RuntimeError at once. A sequence that an interrupted pass has left
+# incomplete (5.8) is refused, too.
 
 # %% tags=["export"]
 class Engine(Engine):
     @contextlib.contextmanager
     def _exclusive(self):
-        "For a call that reads or moves the sequence. RuntimeError in a forked child, when closed, during another call."
+        "Run one call that uses the sequence. RuntimeError in a forked child, after close(), during another call."
         if os.getpid() != self._process:
             raise RuntimeError(f"this model belongs to process {self._process}, and a forked process has none of its "
                                "readers: load a model here")
@@ -229,18 +229,19 @@ class Engine(Engine):
 # %% tags=["export"]
 class Engine(Engine):
     def prefill(self, ids: Iterable[int] | int) -> np.ndarray:
-        "Read `ids` (1 or more) after what came before; logits float32 [vocab] of the last. Raises what forward raises."
+        "Read `ids`, one or more. Returns logits float32 [vocab] of the last. Raises what forward raises."
         return self.forward(ids, last_only=True)[-1]
 
     def step(self, token: int) -> np.ndarray:
-        "Read one id; logits float32 [vocab]. Raises what forward raises."
+        "Read one id. Returns logits float32 [vocab]. Raises what forward raises."
         return self.prefill([token])
 
     def forward(self, ids: Iterable[int] | int, last_only: bool = False, watch: Callable | None = None) -> np.ndarray:
-        """Read `ids`; logits float32 [T, vocab], or [1, vocab] of the last one. The bits do not depend on `chunk`.
+        """Read `ids` after the tokens read so far. Returns logits float32 [T, vocab], or [1, vocab] if `last_only`.
 
-        `watch(name, layer, value)` is shown what Model.forward shows, a chunk at a time. Raises UsageError for values
-        that are no ids or do not fit the context, and CheckpointError for weights that cannot be read or are damaged.
+        The bits do not depend on `chunk`. `watch(name, layer, value)` is called as Model.forward calls it, a chunk at a
+        time. Raises UsageError for values that are no ids or do not fit the context, CheckpointError for weights that
+        cannot be read or are damaged, and RuntimeError as the class says.
         """
         with self._exclusive():
             self._moves += 1
@@ -312,20 +313,21 @@ def check_vocabulary(ids: Iterable[int], config: Config) -> None:
 # ## 5.22.3 Greedy decoding
 #
 # The first pass reads the whole prompt, every later one a single id. The largest logit wins; of equal ones the lower
-# id, which is what `argmax` returns. Decoding ends after `max_new_tokens` or on an end id.
+# id, which is what `argmax` returns. Decoding ends after `max_new_tokens` or on a stop id (5.21).
 #
 # Between two of its tokens a generator is suspended, and its caller may use the same engine for another sequence. The
-# generator must not go on with that one. So it compares the number of calls that may have moved the sequence.
+# generator must not go on with that other sequence. So it compares the number of calls that may have changed the
+# sequence.
 
 # %% tags=["export"]
 class Engine(Engine):
     def generate(self, ids: Iterable[int], max_new_tokens: int = 8,
                  on_logits: Callable[[np.ndarray], object] | None = None) -> Iterator[int]:
-        """Greedy decoding of a new sequence: yields up to `max_new_tokens` ids, the last an end id if one comes.
+        """Greedy decoding of a new sequence: yields at most `max_new_tokens` ids, none after a stop id.
 
-        The sequence is reset when the first id is asked for. `on_logits` is shown each step's logits, float32 [vocab].
-        An engine has one sequence: if another call has moved it since the last token, this generator ends with a
-        RuntimeError. Raises what forward raises.
+        The sequence is reset when the first id is asked for. `on_logits` is called with each step's logits, float32
+        [vocab]. An engine has one sequence: if another call has changed it since the last token, this generator ends
+        with a RuntimeError. Raises what forward raises.
         """
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 30)
         self.reset()
@@ -374,8 +376,7 @@ class Engine(Engine):
         """Go on with the sequence that save_state has written to `file`, at any budget, number of threads and context.
 
         Raises FileNotFoundError; StateError for a file that is damaged, or of another model or version; UsageError if
-        the context is too small. After an error the sequence is as it was, with one exception: the file is read twice,
-        and if it changes or fails in between, reset() or another load_state() is needed.
+        the context is too small. After an error the sequence is unchanged or, as load_sequence says, incomplete.
         """
         with self._exclusive():
             self._moves += 1
@@ -489,7 +490,7 @@ class Engine(Engine):
     def _cause(self, error):
         "One line on a NotFinite: the damaged number in the rows it names, or the tensor where an activation overflows."
         name, L = error.tensor, layer_of(error.tensor)
-        with_numbers = name  # the tensor whose rows may hold what is not finite
+        with_numbers = name  # the tensor whose rows may hold the number that is not finite
         if error.matrix:
             e, matrix = error.matrix
             name, with_numbers = expert_name(L, e, matrix), expert_name(L, e, f"{matrix}_scale")
@@ -498,7 +499,7 @@ class Engine(Engine):
             if damage:
                 return damage
         where = "after the last layer" if L is None else f"layer {L}"
-        return (f"{self._extent(name).file}: {where}, {name}: {error}; what the file holds there is finite: "
+        return (f"{self._extent(name).file}: {where}, {name}: {error}; the numbers in the file are finite: "
                 "an activation overflows")
 
     def _extent(self, name):
@@ -668,7 +669,7 @@ with tempfile.TemporaryDirectory() as scratch:
 # ## Summary
 #
 # - `load` checks config, headers, vocabulary and plan; only then are weights pinned and threads started.
-# - An engine composes model, trunk, experts and files. It owns one sequence, and one caller moves it at a time.
+# - An engine composes model, trunk, experts and files. It owns one sequence, and one caller at a time changes it.
 # - A product that is not finite is traced to a row of a file, or reported as an overflow.
 #
 # ## Exercises

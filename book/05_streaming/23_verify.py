@@ -28,7 +28,7 @@ from k3lib.tensors import check_tensors
 # %% [markdown]
 # | symbol | meaning | in code |
 # |---|---|---|
-# | payload | the bytes behind a header, which it says nothing about | |
+# | payload | the bytes after the header, whose values the header does not describe | |
 # | hash | 32 bytes (SHA-256) or 20 (SHA-1) that follow from all bytes of a file | `hashes` |
 # | expected | a hash from elsewhere, and its source | `Expected` |
 # | manifest | a text file of hashes and names | `read_manifest` |
@@ -62,7 +62,8 @@ assert hashlib.sha1(hello).hexdigest() != git_of_hello
 # ## 5.23.2 A file's hashes, in four megabytes
 #
 # A stamp tells whether a file was changed or replaced. It has one time more than the fingerprint of 5.2: the time of
-# the change itself, which no program can set. A copy that restores the other time is seen by it.
+# the last change to file or attributes, which no program can set. So a stamp differs even if a copying tool has
+# restored the time of writing.
 
 # %% tags=["export"]
 import hashlib
@@ -88,31 +89,31 @@ from k3lib.checkpoint import INDEX, Checkpoint
 
 
 class FileStamp(NamedTuple):
-    "What changes when a file is written to or replaced."
+    "Properties of a file of which at least one changes when it is written to or replaced."
     nbytes: int
-    written_ns: int  # can be set, as copying tools do
-    changed_ns: int  # cannot
+    written_ns: int  # time of the last write; a program can set it, as copying tools do
+    changed_ns: int  # time of the last change to file or attributes; no program can set it
     inode: int
 
 
 # %% tags=["export"]
 def file_stamp(status: os.stat_result) -> FileStamp:
-    "The FileStamp in an os.stat."
+    "The FileStamp of an os.stat result."
     return FileStamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
 def stamp_of(path: str | Path) -> FileStamp:
-    "The stamp of the file at `path` now. Raises CheckpointError if there is none."
+    "The stamp of the file at `path` now. Raises CheckpointError if there is no file."
     try:
         return file_stamp(os.stat(path))
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be looked at: {error.strerror}") from None
+        raise CheckpointError(f"{path}: its size and times cannot be read: {error.strerror}") from None
 
 
 # %% [markdown]
 # A file is read through one buffer of 4 MiB, and the page cache is told to forget each block: 1.56 TB of bytes that are
-# read once would evict everything else. The stamp is taken before and after, since a file that changes in between has
-# no hash.
+# read once would evict everything else. The stamp is taken before and after, since the hash of a file that changes in
+# between says nothing.
 
 # %% tags=["export"]
 SHA256, GIT = "sha256", "git's sha1"
@@ -133,7 +134,7 @@ def _new_hash(kind, size):
 # %% tags=["export"]
 def hashes(path: str | Path, kinds: Iterable[str], progress: Callable[[int], object] = lambda nbytes: None,
            stop: threading.Event | None = None, read_bytes: int = HASH_READ_BYTES) -> FileHashes | None:
-    """The hashes of `kinds`, out of SHA256 and GIT, of the file at `path`; None if `stop` was set meanwhile.
+    """The hashes of `kinds`, out of SHA256 and GIT, of the file at `path`; None if `stop` was set before the end.
 
     `progress` is called with the number of bytes of each read, of `read_bytes` at most. Raises CheckpointError if the
     file cannot be read, or changes while it is read.
@@ -191,7 +192,7 @@ def manifest_text(found: dict[str, str]) -> str:
 def read_manifest(path: str | Path) -> dict[str, str]:
     """{name: SHA-256} of a sha256sum file.
 
-    Raises FileNotFoundError if there is no such file, CheckpointError for one that is no manifest.
+    Raises FileNotFoundError if there is no such file, CheckpointError if it is no manifest.
     """
     if not os.path.lexists(path):
         raise FileNotFoundError(f"{path}: no such manifest")
@@ -213,9 +214,9 @@ def read_manifest(path: str | Path) -> dict[str, str]:
 
 
 # %% [markdown]
-# Where should it lie? Not inside: this program never writes into a model's folder, which may be a cache's or read-only.
-# So beside it, under the model's name. In a hub cache the folder of snapshots may hold nothing but snapshots, so there
-# the manifest lies one level up.
+# Where should the manifest lie? This program never writes into a model's folder, which may be read-only or belong to a
+# cache. So the manifest lies beside the folder, under the model's name. In a hub cache the folder of snapshots may hold
+# nothing but snapshots, so there the manifest lies one level up.
 
 # %% tags=["export"]
 def manifest_path(folder: str | Path) -> Path:
@@ -258,9 +259,9 @@ def _expected(digest, source):
 
 
 def download_hashes(folder: str | Path, name: str) -> Iterator[Expected]:
-    """What a download has left for the file `name` of `folder`.
+    """The hashes that a download has left for the file `name` of `folder`.
 
-    The name of the cache's blob, and the second line of its .metadata, if they are hashes.
+    They are the name of its blob in a hub cache, and the second line of its .metadata.
     """
     blob = Path(os.path.realpath(Path(folder, name)))
     if blob.parent.name == "blobs":
@@ -337,9 +338,9 @@ print(f"{sum(published_sizes().values()):,} bytes in {len(published_sizes())} fi
 # ## 5.23.6 Continuing an interrupted check
 #
 # Hashing 1.56 TB takes from a quarter of an hour to hours, as the disk and the cores are. Each finished file's hash is
-# appended to `MODEL.sha256.partial` with the file's stamp. A later run believes a line only if the stamp is still the
-# same: a shard that was replaced or touched is hashed anew, and so is one whose line was cut off. A disk that decays
-# between two runs is not seen by this, so a run that finds no damage removes the file.
+# appended to `MODEL.sha256.partial` with the file's stamp. A later run uses a line only if the stamp is still the same:
+# a shard that was replaced or touched is hashed anew, and so is one whose line was cut off. Stamps do not show that a
+# disk decayed between two runs. So a run that finds no damage removes the file.
 
 # %% tags=["export"]
 _LOG_LINE = re.compile(r"([0-9a-f]{64}) (\d+) (\d+) (\d+) (\d+) (.+)")  # SHA-256, FileStamp, name
@@ -348,7 +349,7 @@ _LOG_LINE = re.compile(r"([0-9a-f]{64}) (\d+) (\d+) (\d+) (\d+) (.+)")  # SHA-25
 class HashLog:
     """The SHA-256 of files that unfinished runs have hashed, in the file `path`, one line a file.
 
-    A log that cannot be read is empty. `failure`: why it could not be written or removed, or None.
+    A log that cannot be read counts as empty. `failure`: why it could not be written or removed, or None.
     """
 
     def __init__(self, path: str | Path):
@@ -359,17 +360,17 @@ class HashLog:
             lines = self.path.read_text("utf-8", "replace").split("\n")
         except OSError:
             lines = []
-        for line in lines[:-1]:  # the last line has no end, if it is not empty
+        for line in lines[:-1]:  # what follows the last newline is empty or an unfinished line
             if match := _LOG_LINE.fullmatch(line):
                 self._found[match[6]] = FileStamp(*map(int, match.group(2, 3, 4, 5))), match[1]
 
     def get(self, name: str, stamp: FileStamp) -> str | None:
-        "The SHA-256 of the file `name` if it had this stamp, or None."
+        "The SHA-256 of the file `name` if the log has it with this stamp, else None."
         stamp_then, digest = self._found.get(name, (None, None))
         return digest if stamp_then == stamp else None
 
     def add(self, name: str, stamp: FileStamp, digest: str) -> None:
-        "Append a line."
+        "Append the line of a file. A failure is noted, not raised."
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(" ".join([digest, *map(str, stamp), f"{name}\n"]))
@@ -377,7 +378,7 @@ class HashLog:
             self.failure = f"{self.path}: {error.strerror}"
 
     def remove(self) -> None:
-        "Delete the file, if there is one."
+        "Delete the log, if there is one. A failure is noted, not raised."
         try:
             self.path.unlink(missing_ok=True)
         except OSError as error:
@@ -396,7 +397,7 @@ class Verified:
     """What verify() has compared with what.
 
     `damaged`: {file name, or the model's path for a fault of several files: a line that says what is wrong}.
-    `compared`: {source of expected hashes: how many files are equal to it}. `unknown`: names of files without an
+    `compared`: {source of expected hashes: how many files have them}. `unknown`: names of files without an
     expected hash. `hashes`: {name: SHA-256} of the files that were hashed and are not damaged. `resumed`: how many of
     them an unfinished run had hashed. `not_kept`: why a later run cannot continue this one, or None.
     `bytes_hashed` and `seconds` are those of this run's hashing.
@@ -465,7 +466,7 @@ SMALL = "config.json", INDEX, "tiktoken.model", "tokenizer_config.json"
 
 
 def _check_structure(result, folder, config, check):
-    "Fill in `result` what headers, index, config and sizes say."
+    "Compare headers, index, config and sizes, and note the outcome in `result`."
     try:
         with Checkpoint(folder) as checkpoint:
             result.tensors = len(checkpoint)
@@ -483,7 +484,7 @@ def _check_structure(result, folder, config, check):
 
 
 def _expectations(result, folder, manifest):
-    "{name: [Expected]} of all files. A file that is listed and missing becomes damage."
+    "{name: [Expected]} of all files. A missing file that the manifest lists is noted as damaged."
     listed = read_manifest(manifest) if os.path.lexists(manifest) else {}
     for name in listed.keys() - {*result.files}:
         if (folder / name).is_file():
@@ -509,7 +510,7 @@ class Job(NamedTuple):
 
 
 class Comparison:
-    """The files of `folder` against their `expected` hashes, {name: [Expected]}; outcomes are noted in `result`.
+    """Compares the files of `folder` with their `expected` hashes, {name: [Expected]}. Notes the outcome in `result`.
 
     Only the thread that calls verify() uses it.
     """
@@ -554,7 +555,7 @@ class Comparison(Comparison):
         return fault
 
     def _mismatch(self, name, digests):
-        "The first Expected of a file that its hashes {kind: hash} do not fulfil, or None."
+        "The first Expected of a file that differs from its hashes {kind: hash}, or None."
         return next((each for each in self.expected[name] if digests[each.kind] != each.digest), None)
 
     def _accept(self, name, digest):
@@ -614,11 +615,11 @@ def verify(path: str | Path, config: Config | None = None, check: Callable[[Conf
            progress: Callable[[int], AbstractContextManager[Any]] = _no_bar) -> Verified:
     """Check the model in folder `path`, without writing into it. The result's `damaged` is empty if all is as expected.
 
-    `config`: what the model is to be; `check(config, checkpoint)` raises CheckpointError if it is not. `manifest`: a
-    sha256sum file; None means the one at manifest_path, if there is one. `every`: hash also files without an expected
-    hash. `show` is called with a line for each fault when it is found. `progress(bytes)` gives a bar for a `with`
-    block, whose update() is called with the bytes of each read. Raises FileNotFoundError, and CheckpointError for a
-    manifest that is none.
+    `config`: the model's. `check(config, checkpoint)` raises CheckpointError if the checkpoint does not fit it.
+    `manifest`: a sha256sum file; None means the one at manifest_path, if there is one. `every`: hash also files without
+    an expected hash. `threads`: files hashed at a time, by default one a core, at most 8. `show` is called with a line
+    for each fault when it is found. `progress(bytes)` gives a bar for a `with` block, whose update() is called with the
+    bytes of each read. Raises FileNotFoundError, and CheckpointError if `manifest` is no manifest.
     """
     folder = Path(path)
     if not folder.is_dir():

@@ -121,7 +121,7 @@ PRESETS = {"full": (RELEASED, True), "slice": (SLICE, False), "oracle": (ORACLE,
 
 # %% [markdown]
 # Any number can be changed, since a test wants odd models: more KDA heads than MLA heads, widths that divide nothing.
-# Each is held to the limits the reader has, and refused by the name of the argument.
+# Each number must be within the limits that the reader has. A refusal names the argument.
 
 # %% tags=["export"]
 LIMITS: dict[str, tuple] = {
@@ -224,7 +224,7 @@ def config_tree(found: dict[str, Any], marker: dict[str, Any]) -> dict[str, Any]
 
 # %% tags=["export"]
 class Recipe(NamedTuple):
-    "What decides every byte of a synthetic checkpoint."
+    "What decides every byte of a synthetic checkpoint. `sparse`: most rows are holes."
     config: Config
     sparse: bool
     seed: int
@@ -296,9 +296,9 @@ def tensor_bytes(tensor: Tensor) -> int:
 
 
 # %% [markdown]
-# In what order do they lie? Nobody says, but the size of each file is published, to the byte. Offsets are written in
-# decimal, so another order makes a header longer or shorter. The format's own library saves by type, then by name; that
-# is the guess.
+# In what order do the tensors of a file lie? That is not published, but the size of each file is, to the byte. Offsets
+# are written in decimal, so another order makes a header longer or shorter. The format's own library saves by type,
+# then by name; that is the guess.
 
 # %% tags=["export"]
 def file_order(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -351,8 +351,8 @@ plt.show()
 #
 # ## 5.24.4 Bits that belong to a name
 #
-# A value must not depend on other values written before it, or files could not be written in parallel, nor one alone.
-# So each tensor has its own stream of random bits: a hash of seed and name starts the generator.
+# A value must not depend on other values written before it, or a file could not be written alone, nor several in
+# parallel. So each tensor has its own stream of random bits: a hash of seed and name starts the generator.
 
 # %% tags=["export"]
 def random_bits(seed: int, *key: str | int) -> np.random.PCG64:
@@ -437,7 +437,7 @@ EXPERT_ROWS = 64  # live rows of each of their matrices
 LOW_IDS = 4096  # ids with a live row in both vocabulary tables; above them every ID_STEP-th, and the control ids
 ID_STEP = 80
 WHOLE = 2_000_000  # bytes up to which a tensor has no holes
-ALWAYS = ("gate", "kv_a_proj_with_mqa")  # no holes at any size: a router needs all experts, a latent has 64 more rows
+ALWAYS = ("gate", "kv_a_proj_with_mqa")  # no holes: a router needs every expert, kv_a_proj the 64 rows after its latent
 
 
 @cache
@@ -447,8 +447,8 @@ def choose(seed: int, what: str, layer: int, n: int, k: int) -> tuple[int, ...]:
 
 
 # %% [markdown]
-# A head is a block of rows in the projections that lead to heads. In a hole head q, k and v are zero, and so is its
-# output: the L2 norm and the RMSNorm of zero are zero, not NaN, thanks to their epsilon.
+# A head is a block of rows in the projections that lead to heads. In a head that is a hole, q, k and v are zero, and so
+# is its output: the L2 norm and the RMSNorm of zero are zero, not NaN, thanks to their epsilon.
 
 # %% tags=["export"]
 def heads_of(config: Config, layer: int) -> int:
@@ -516,9 +516,9 @@ for L, kind in (0, "KDA"), (3, "MLA"):
 # output would be too small, and a norm would then cancel most of what a wrong kernel does.
 
 # %% tags=["export"]
-GAIN = {"o_proj": 2.0, "down_proj": 2.0, "shared_experts.down_proj": 2.0,  # these follow a gate that halves
+GAIN = {"o_proj": 2.0, "down_proj": 2.0, "shared_experts.down_proj": 2.0,  # a gate halves their inputs
         "lm_head": 3.0}
-E2M1_RMS = sqrt((0.5**2 + 1 + 1.5**2 + 2**2 + 3**2 + 4**2 + 6**2) / 8)  # of the four-bit codes, evenly drawn
+E2M1_RMS = sqrt((0.5**2 + 1 + 1.5**2 + 2**2 + 3**2 + 4**2 + 6**2) / 8)  # root mean square of codes drawn evenly
 INTERVAL = {
     "A_log": (-1.0, 1.0), "dt_bias": (-5.0, 1.0), "e_score_correction_bias": (-0.1, 0.1),
     "embed_tokens": (-0.87, 0.87), "q_conv1d": (-0.87, 0.87), "k_conv1d": (-0.87, 0.87), "v_conv1d": (-0.87, 0.87),
@@ -536,7 +536,7 @@ def live_inputs(recipe: Recipe, layer: int, short: str, columns: int) -> int:
 
 
 def interval(recipe: Recipe, tensor: Tensor) -> tuple[float, float]:
-    "(low, high) of a tensor's values; of a scale byte, the two powers of two around the size wanted."
+    "(low, high) of a tensor's values; for scale bytes, two whose powers of two enclose the wanted size."
     layer, expert, short = place_of(tensor.name)
     if expert >= 0:
         matrix = short.removesuffix("_scale")
@@ -634,7 +634,7 @@ class FilledTensor(NamedTuple):
 
 
 class Shard(NamedTuple):
-    "A file to be written: `header` and all `tensors` in `size` bytes, of which `filled` have values."
+    "A file to be written, `size` bytes long: its header, and its tensors, of which those in `filled` have values."
     file: str
     tensors: list[Tensor]
     header: bytes
@@ -712,8 +712,8 @@ assert pages < 6e9
 # %% [markdown]
 # ## 5.24.8 Written whole or not at all
 #
-# One file: its length, its header, its values. These are made 32,768 at a time, which fits a core's cache. A file
-# checks whether it was told to stop, so that Ctrl-C does not wait for 17 GB.
+# One file: its length, its header, its values. The values are made 32,768 at a time, which fits a core's cache. Before
+# each of these chunks `write_shard` looks at `stop`, so that Ctrl-C does not wait for 17 GB.
 
 # %% tags=["export"]
 CHUNK = 1 << 15  # values made at a time
@@ -743,9 +743,9 @@ def shown_bytes(n: int) -> str:
 
 
 def write_shards(folder: Path, shards: list[Shard], seed: int, progress: Callable[[str], object]) -> None:
-    """Write all files, a thread for each core, those with most values first.
+    """Write all files, a thread for each core, at most 8; files with most values come first.
 
-    `progress` is called with a line for each tenth of the values. Whatever is raised, the threads end first.
+    `progress` is called with a line for each tenth of the values. If anything is raised, the threads have ended before.
     """
     stop, done, tenths, total = threading.Event(), 0, 0, sum(map(Shard.written, shards))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -765,9 +765,9 @@ def write_shards(folder: Path, shards: list[Shard], seed: int, progress: Callabl
 
 
 # %% [markdown]
-# Two refusals come before the first shard: of a folder that is not empty, and of a disk that is too full. The pages of
-# the plan count, plus 1% for the file system's own records. Where the file system keeps no holes the whole length
-# counts, so it is tried first.
+# Two refusals come before the first shard: of a folder that is not empty, and of a disk that is too full. The space
+# needed is that of the plan's pages, plus 1% for the file system's own records. A file system that keeps no holes needs
+# the whole length of the files, so `keeps_holes` tries that first.
 
 # %% tags=["export"]
 def prepare(folder: str | os.PathLike) -> Path:
