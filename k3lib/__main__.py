@@ -1,23 +1,34 @@
 "The `k3` program, which is also `python -m k3lib`."
 
+import contextlib
+import os
 import sys
 
 
 def run() -> int:
-    "Run the command that the command line names, and return its exit code."
+    "The exit code of the command on the command line. After a signal, this function ends the process with its code."
     try:
         from k3lib.cli import main
 
-        return main()
+        code = main()
     except KeyboardInterrupt:  # before main listens to signals
         if sys.stderr is not None:
             print(f"k3 {' '.join(sys.argv[1:2])}: interrupted", file=sys.stderr)
-        return 130
-    finally:
-        # Python notes that a KeyboardInterrupt has left code that it was given as a string. Modules make their classes
-        # from such code while they are imported. `python -m` then ends itself by SIGINT, whatever the exit code is,
-        # although the KeyboardInterrupt was caught long ago. The next string that runs takes the note back.
-        exec("")
+        code = 130
+    return code if code < 128 else _end_at_once(code)
+
+
+def _end_at_once(code):
+    """Flush the two outputs and end the process, without Python's own way out.
+
+    A signal may have left a thread in compiled code, which must not run while Python takes its memory apart. And
+    Python would end `python -m k3lib` by SIGINT, whatever `code` is, if the KeyboardInterrupt has passed through code
+    that was given as a string, as modules make classes from it while they are imported.
+    """
+    for output in sys.stdout, sys.stderr:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            output.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
