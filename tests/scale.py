@@ -28,8 +28,16 @@ IDS = "5,9,17,3,11"
 KEPT = ("ids", "threads", "step_seconds", "step_bytes", "peak_rss_bytes", "plan", "wall_seconds", "compute_seconds",
         "io_wait_seconds", "expert_requests", "expert_hits", "read_bytes_per_second")
 LONG = """
-import json, sys, time, k3lib
-model = k3lib.load(sys.argv[1], sys.argv[2], threads=2, context=4096)
+import gc, json, sys, time, k3lib
+ram, model = sys.argv[2], None
+while model is None:
+    try:
+        model = k3lib.load(sys.argv[1], ram, threads=2, context=4096)
+    except k3lib.PlanError as error:  # right after an installation more of the libraries is resident (5.18.1)
+        if error.least is None:
+            raise
+        ram = f"{error.least // 10**6 + 2} MB"
+    gc.collect()
 for state in model.sequence.layers:
     if not isinstance(state, tuple):  # a KV cache, as it is after so many tokens
         state[:] = 0.01
@@ -105,9 +113,10 @@ def table_row(ram, packed, report, digests, memory):
 
 
 def long_context(folder, ram):
-    "Two steps at the end of a context of 4,096 positions."
+    "Two steps at the end of a context of 4,096 positions, at `ram` or the smallest budget, whichever is larger."
     text, memory = child(["-c", LONG, folder, ram], 0)
-    return table_row(ram, False, json.loads(text), [], memory), text
+    report = json.loads(text)
+    return {**table_row(ram, False, report, [], memory), "ram": report["plan"]["ram"]}
 
 
 def with_vocabulary(folder, scratch):
@@ -182,7 +191,9 @@ def main():
             what = f"{ram}, {threads} thread{'s' * (threads > 1)}{', packed trunk' if trunk else ''}"
             found, _ = decode(folder, ram, threads, 2, trunk=trunk, limited=True)
             table.add(what, found, size(ram), first)
-        table.add(f"{lowest}, 4,096 positions", long_context(folder, lowest)[0], size(lowest))
+        found = long_context(folder, lowest)
+        needed = f"{found['ram'] / 1e9:.4g}GB"
+        table.add(f"{needed}, 4,096 positions", found, found["ram"])
         if "K3_TIKTOKEN" in os.environ:
             with tempfile.TemporaryDirectory() as scratch:
                 model = with_vocabulary(folder, Path(scratch))

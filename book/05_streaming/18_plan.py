@@ -101,6 +101,8 @@ print("latent KV cache", shown_size(position), "a position,", shown_size(4096 * 
 #
 # A shared library costs memory only for those of its pages that are resident. In a process that has just begun, most of
 # them are still to come. In one that has already decoded something, most of them are resident, and few more will be.
+# The number also depends on the page cache: right after an installation the system maps libraries in larger groups of
+# pages. The first line of `k3 plan` was then some 75 MB higher on one machine.
 
 # %% tags=["export"]
 JIT_RSS = 28_000_000  # private memory of compiled kernels and their threads after the first forward pass
