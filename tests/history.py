@@ -19,7 +19,7 @@ def commit():
         return subprocess.check_output(["git", "-C", ROOT, *arguments], stderr=subprocess.DEVNULL, text=True).strip()
 
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no", ":!fixtures/measured")  # what a run itself writes
+        changed = git("status", "--porcelain", "--untracked-files=no", ":!fixtures/measured")  # a run writes it
         return git("rev-parse", "--short=9", "HEAD") + "+" * bool(changed)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
