@@ -269,7 +269,7 @@ class Files:
                              path, offset, now - began)
 
 
-STALL = 60.0  # seconds: longer than a slow read, and than the first call of a kernel that is still being compiled
+STALL = 60.0  # seconds: longer than a usual slow read, and than the first call of a kernel that is still being compiled
 _log = logging.getLogger("k3lib")  # warnings go to stderr unless a program arranges otherwise
 
 

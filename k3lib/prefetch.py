@@ -23,8 +23,8 @@ def items(rest: list, cursor: np.ndarray) -> Iterator[Any]:
 class Entry:
     """A block on its way through `buffer`. `lent`: the buffer belongs to the pool and goes back to it.
 
-    `data`: what read() has returned or raised, None until then. An Entry whose `block` is None is the buffer through
-    which one reader streams.
+    `data`: what read() has returned or raised, or what the caller gave; None until then. An Entry whose `block` is None
+    is the buffer through which one reader streams.
     """
 
     __slots__ = "block", "buffer", "data", "lent"
@@ -37,7 +37,7 @@ class Batch:
     """The blocks of one call of map_blocks.
 
     `entries`: the blocks that are being read, or that have been read and that no job has taken yet. `rest`: the blocks
-    that no job had begun when the batch was opened. `cursor`, int64 [1]: how many items of the rest have been taken.
+    that no job had begun when the batch was opened. `cursor`, int64 [1]: the next item of the rest; it may be past all.
     `rest_done`: the rest was empty, or a call of stream() has returned. `limit`: how many jobs may work or stream at a
     time. `failure`: what the first job that failed has raised.
     """
@@ -65,18 +65,17 @@ class Prefetcher:
     the arithmetic waited for bytes, the duration of map_blocks less what `busy_seconds` explains with as many cores as
     may work. Raises ValueError without buffers or readers.
 
-    One thread, the caller, uses restart, at_start and map_blocks. `_lock` guards every field that changes. Three things
-    need no lock: other threads may read the two sums of seconds, a batch's cursor is atomic, and close() lets go
-    of the buffers after the last reader has ended. While nobody holds the lock and no batch was interrupted or has
-    failed since the last restart:
+    One thread, the caller, uses restart, at_start and map_blocks. `_lock` guards every change of a field; 5.11.3 names
+    the exceptions. While nobody holds the lock, no restart is under way and no batch was interrupted or has failed
+    since the last one:
     1. A buffer of the pool is either in `_free` or in exactly one entry.
     2. An entry is in exactly one place: in `_ahead` or in `_batch.entries`, also while its block is being read, or with
        the one job that works on it or streams through it. Its buffer becomes free when that job has ended.
     3. The next blocks are those of `_ahead`, then `_order[_next:]`, then, if `_cyclic`, those of `_order` again.
     4. `_reading` is the number of jobs that read ahead. `_working`, at most `_batch.limit`, is the number that work or
        stream; it is 0 when map_blocks has returned. `_batch` is the open batch or None.
-    5. `_sound` is True only if the last map_blocks() or restart() has succeeded. After a failure only restart() is
-       allowed: it waits for all jobs and makes the state from nothing.
+    5. `_sound` is True in a new pool, and if the last map_blocks() or restart() has succeeded. After a failure
+       map_blocks() raises until restart() has waited for all jobs and made the state from nothing.
     """
 
     def __init__(self, read: Callable[[Any, Any], Any], buffers: list, readers: int, read_ahead: int, name: str,

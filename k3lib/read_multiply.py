@@ -143,10 +143,12 @@ def _stream(source, elements, scale, x, out, cursor, totals):
         n = min(unit, rows - at)
         begin = offset + at * row_bytes
         skip, nbytes = begin % PAGE, n * row_bytes
+        if skip % elements.itemsize:
+            return p
         began = _clock(WALL)
         got = _pread(descriptor, elements, (skip + nbytes + PAGE - 1) // PAGE * PAGE, begin - skip)
         totals[READING] += _clock(WALL) - began
-        if got < skip + nbytes or skip % elements.itemsize:
+        if got < skip + nbytes:
             return p
         totals[WANTED] += nbytes
         totals[TRANSFERRED] += got

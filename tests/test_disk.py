@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from common import same
+from common import bytes_by_the_system, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupts import at_every_moment, time_limit
@@ -241,18 +241,13 @@ def test_one_row_of_a_table_is_one_small_read(model, files):
 
 
 def test_the_account_of_bytes(model, files):
-    "`bytes_read` counts what was asked for, `moved` what the system moved; /proc agrees with the second to the byte."
-    def rchar():
-        return int(next(line for line in open("/proc/self/io") if line.startswith("rchar")).split()[1])
-
-    proc = os.path.exists("/proc/self/io")
-    before = rchar() if proc else 0
-    cost = rchar() - before if proc else 0  # of looking
+    "`bytes_read` counts what was asked for, `bytes_transferred` whole pages; /proc agrees with these to the byte."
+    counted = bytes_by_the_system()
     for name in some_tensors():
         files.array(model.extent(name), "other")
     sizes = sum(array.nbytes for _, array in some_tensors().values())
     assert files.bytes_read == {"trunk": 0, "experts": 0, "other": sizes} and files.bytes_transferred >= sizes
-    assert not proc or rchar() - before - 2 * cost == files.bytes_transferred
+    assert counted() in (None, files.bytes_transferred)
     assert files.read_seconds > 0
 
 

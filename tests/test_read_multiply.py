@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from common import same
+from common import bytes_by_the_system, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupts import time_limit
@@ -182,6 +182,17 @@ def test_compiled_code_reads_where_it_can(tmp_path, way, dtype, offset, python):
     compiled = COMPILED_READS and way == "compiled" and File(str(case.path)).access == "direct" and not python
     assert files.reads == (0 if compiled else 256 // 16)
     assert files.bytes_read["trunk"] == case.array.nbytes <= files.bytes_transferred and files.read_seconds > 0
+    files.close()
+
+
+@pytest.mark.parametrize("dtype, offset", [("BF16", 8), ("BF16", 7), ("F32", 6), ("U8", 7)])
+def test_every_read_is_counted(tmp_path, way, dtype, offset):
+    "Also where compiled code leaves each unit to Python: the system counts no more bytes than the account."
+    case, files = Case(tmp_path / "f", dtype, 256, 256, 1, offset), Files()
+    multiplied(case, 2 * PAGE + 16 * case.array[0].nbytes)  # compiles
+    counted = bytes_by_the_system()
+    multiplied(case, 2 * PAGE + 16 * case.array[0].nbytes, files)
+    assert counted() in (None, files.bytes_transferred)
     files.close()
 
 

@@ -121,9 +121,9 @@ print(f"memory grows by {with_map - before:.0f} MB for the mapped file, by {with
 # (`O_DIRECT`) moves bytes from the device into our buffer. Its price: offset, length and address must be whole pages,
 # so a read is widened to the pages that its extent touches.
 #
-# A file system may refuse direct reads, at open or only at the first read. Then reads are buffered, and each drops its
-# pages from the cache again. The first descriptor stays open: another reader may be inside a call on it, and the system
-# gives the number of a closed descriptor to the next file that is opened.
+# A file system may refuse direct reads, at open or only at a read. From then on the reads of that file are buffered,
+# and each drops its pages from the cache again. The first descriptor stays open: another reader may be inside a call on
+# it, and the system gives the number of a closed descriptor to the next file that is opened.
 #
 # A shard that is written to, replaced or cut off during a run would mix two models in one answer. So a file must have
 # the fingerprint (5.2.4) of the file whose header was read. It is compared when the file is opened, and by `check`
@@ -282,8 +282,8 @@ small.close()
 # `Files` opens a shard at its first read and counts what was read for which part. Two numbers differ: the bytes that
 # were asked for, and the bytes of whole pages that the system transferred for them.
 #
-# Many threads read at once, so every field is guarded by one lock. It is an `RLock`, for the reason that 5.11.3 gives.
-# A reader takes the lock to note that its read begins, and again to note that it has ended. The read itself runs
+# Many threads read at once, so one lock guards every change of a field. It is an `RLock`, for the reason that 5.11.3
+# gives. A reader takes the lock to note that its read begins, and again to note that it has ended. The read itself runs
 # without the lock.
 
 # %% tags=["export"]
@@ -429,7 +429,7 @@ class Files(Files):
 # has only a weak reference to `Files`, so that it does not keep an object alive that a caller forgot to close.
 
 # %% tags=["export"]
-STALL = 60.0  # seconds: longer than a slow read, and than the first call of a kernel that is still being compiled
+STALL = 60.0  # seconds: longer than a usual slow read, and than the first call of a kernel that is still being compiled
 _log = logging.getLogger("k3lib")  # warnings go to stderr unless a program arranges otherwise
 
 

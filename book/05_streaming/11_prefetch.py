@@ -63,7 +63,8 @@ assert [schedule(6, buffers, 2, 1)[1][-1][1] for buffers in (1, 2, 9)] == [18, 1
 # A reader without work chooses a job under the pool's one lock and does it without the lock. There are three:
 #
 # 1. **Work.** A block of the open batch has been read ahead: call `work(block, data)` on it.
-# 2. **Read ahead.** Read a block of a batch that is not open yet into a free buffer.
+# 2. **Read ahead.** Read a block before a job asks for it, into a free buffer or into the block's own memory. Most
+#    often the block belongs to a batch that is not open yet (5.11.5).
 # 3. **Stream.** Blocks of the open batch that nobody has begun to read are its *rest*. Call `stream(rest, buffer,
 #    cursor)`: it takes items of the rest from a counter that all streaming readers share, and brings each through its
 #    one buffer, reading and working by turns.
@@ -105,8 +106,8 @@ def items(rest: list, cursor: np.ndarray) -> Iterator[Any]:
 class Entry:
     """A block on its way through `buffer`. `lent`: the buffer belongs to the pool and goes back to it.
 
-    `data`: what read() has returned or raised, None until then. An Entry whose `block` is None is the buffer through
-    which one reader streams.
+    `data`: what read() has returned or raised, or what the caller gave; None until then. An Entry whose `block` is None
+    is the buffer through which one reader streams.
     """
 
     __slots__ = "block", "buffer", "data", "lent"
@@ -119,7 +120,7 @@ class Batch:
     """The blocks of one call of map_blocks.
 
     `entries`: the blocks that are being read, or that have been read and that no job has taken yet. `rest`: the blocks
-    that no job had begun when the batch was opened. `cursor`, int64 [1]: how many items of the rest have been taken.
+    that no job had begun when the batch was opened. `cursor`, int64 [1]: the next item of the rest; it may be past all.
     `rest_done`: the rest was empty, or a call of stream() has returned. `limit`: how many jobs may work or stream at a
     time. `failure`: what the first job that failed has raised.
     """
@@ -140,8 +141,10 @@ class Batch:
 # %% [markdown]
 # ## 5.11.3 What is true whenever nobody holds the lock
 #
-# This is the whole state of a pool. One lock, `_lock`, guards all of it. Two things change without the lock: the cursor
-# of a batch, which is atomic, and the buffers, which `close` lets go of when all readers have ended.
+# This is the state of a pool. One lock, `_lock`, guards every change of it. Two more fields change under the lock and
+# may be read without it: the sums `busy_seconds` and `wait_seconds`. Three things need no lock. The cursor of a batch
+# is atomic. `_threads` belongs to the thread that makes and closes the pool. And `close` lets go of buffers and entries
+# when all readers have ended.
 #
 # | field | meaning |
 # |---|---|
@@ -155,7 +158,7 @@ class Batch:
 # | `_sound` | no `restart` and no `map_blocks` is under way, and the last one has succeeded |
 # | `_closed` | the readers are to end |
 #
-# While nobody holds the lock, and no batch was interrupted or has failed since the last `restart`:
+# While nobody holds the lock, no `restart` is under way, and no batch was interrupted or has failed since the last one:
 #
 # 1. **Buffers.** Each buffer of the pool is either in `_free` or in exactly one entry.
 # 2. **Entries.** Each entry is in exactly one place: in `_ahead`, in `_batch.entries`, or with the one job that works
@@ -164,10 +167,12 @@ class Batch:
 # 3. **Blocks.** The next blocks are those of `_ahead`, then `_order[_next:]`, then, if `_cyclic`, those of `_order`
 #    again.
 # 4. **Jobs.** At most `_batch.limit` jobs work or stream. When `map_blocks` has returned, none does.
-# 5. **Soundness.** `_sound` is True only if the last `map_blocks` or `restart` has succeeded. A batch that fails or is
-#    interrupted keeps its entries and the buffers in them, and only `restart` is allowed after it.
+# 5. **Soundness.** `_sound` is True in a new pool, and if the last `map_blocks` or `restart` has succeeded. A batch
+#    that fails or is interrupted keeps its entries and the buffers in them, and `map_blocks` raises until a `restart`
+#    has succeeded.
 #
-# Why is no buffer filled while it is in use? A read takes its buffer from `_free`. While an entry is in use, its buffer
+# Why is no buffer filled while it is in use? A read fills the block's own memory, which no other block has, or it takes
+# a buffer from `_free`. While an entry is in use, its buffer
 # is in that entry (1), which is with the one job that works on it (2). The buffer goes to `_free` when that job has
 # ended. So it is not in `_free` before. The same holds for the entry through which a reader streams.
 #
@@ -190,18 +195,17 @@ class Prefetcher:
     the arithmetic waited for bytes, the duration of map_blocks less what `busy_seconds` explains with as many cores as
     may work. Raises ValueError without buffers or readers.
 
-    One thread, the caller, uses restart, at_start and map_blocks. `_lock` guards every field that changes. Three things
-    need no lock: other threads may read the two sums of seconds, a batch's cursor is atomic, and close() lets go
-    of the buffers after the last reader has ended. While nobody holds the lock and no batch was interrupted or has
-    failed since the last restart:
+    One thread, the caller, uses restart, at_start and map_blocks. `_lock` guards every change of a field; 5.11.3 names
+    the exceptions. While nobody holds the lock, no restart is under way and no batch was interrupted or has failed
+    since the last one:
     1. A buffer of the pool is either in `_free` or in exactly one entry.
     2. An entry is in exactly one place: in `_ahead` or in `_batch.entries`, also while its block is being read, or with
        the one job that works on it or streams through it. Its buffer becomes free when that job has ended.
     3. The next blocks are those of `_ahead`, then `_order[_next:]`, then, if `_cyclic`, those of `_order` again.
     4. `_reading` is the number of jobs that read ahead. `_working`, at most `_batch.limit`, is the number that work or
        stream; it is 0 when map_blocks has returned. `_batch` is the open batch or None.
-    5. `_sound` is True only if the last map_blocks() or restart() has succeeded. After a failure only restart() is
-       allowed: it waits for all jobs and makes the state from nothing.
+    5. `_sound` is True in a new pool, and if the last map_blocks() or restart() has succeeded. After a failure
+       map_blocks() raises until restart() has waited for all jobs and made the state from nothing.
     """
 
     def __init__(self, read: Callable[[Any, Any], Any], buffers: list, readers: int, read_ahead: int, name: str,
@@ -561,7 +565,7 @@ pool.close()
 # ## 5.11.7 Summary
 #
 # - A reader chooses work, a read ahead, or a stream, in this order, and does it without the lock.
-# - A buffer is free, or in an entry, or with one job. It becomes free when that job has ended, never before.
+# - A buffer is free or in one entry. It becomes free when the job that works on that entry has ended, never before.
 # - An interrupted batch is not repaired: `restart` waits for the jobs and begins anew.
 #
 # **Exercises.**

@@ -134,9 +134,9 @@ def _scaled(w, scale, at, n):
 
 
 # %% [markdown]
-# `Files.read` repeats a read that came short, goes through the page cache where it must, and says which bytes of which
-# file are missing. `typed` copes with odd addresses. So `_multiply_rows` is complete. A loop that calls it until the
-# cursor has no unit left would be enough, but for one thing: each unit then goes through Python.
+# `Files.read` continues a read that came short, goes through the page cache where it must, and says which bytes of
+# which file are missing. `typed` copes with odd addresses. So `_multiply_rows` is complete. A loop that calls it until
+# the cursor has no unit left would be enough, but for one thing: each unit then goes through Python.
 #
 # ## 5.12.3 The same loop, compiled
 #
@@ -224,10 +224,12 @@ def _stream(source, elements, scale, x, out, cursor, totals):
         n = min(unit, rows - at)
         begin = offset + at * row_bytes
         skip, nbytes = begin % PAGE, n * row_bytes
+        if skip % elements.itemsize:
+            return p
         began = _clock(WALL)
         got = _pread(descriptor, elements, (skip + nbytes + PAGE - 1) // PAGE * PAGE, begin - skip)
         totals[READING] += _clock(WALL) - began
-        if got < skip + nbytes or skip % elements.itemsize:
+        if got < skip + nbytes:
             return p
         totals[WANTED] += nbytes
         totals[TRANSFERRED] += got
@@ -245,9 +247,9 @@ def _stream(source, elements, scale, x, out, cursor, totals):
 # ## 5.12.4 Together
 #
 # The compiled loop runs as far as it can. At a unit that is not the plain case Python does that one unit, and compiled
-# code takes over again. So `Files.read` repeats a read that has failed, and raises the error if it fails again. Where
-# compiled code cannot read at all, on a file that is not read directly or a system other than Linux, Python does every
-# unit.
+# code takes over again. A unit whose read failed or came short is read anew from its first byte, by `Files.read`, which
+# raises the error if the read fails again. Where compiled code cannot read at all, on a file that is not read directly
+# or a system other than Linux, Python does every unit.
 
 # %% tags=["export"]
 COMPILED_READS = COMPILED_PREAD  # whether compiled code reads where it can; False: Python reads the same units
