@@ -28,6 +28,7 @@ import ast
 import copy
 import functools
 import hashlib
+import importlib.util
 import itertools
 import os
 import re
@@ -216,13 +217,17 @@ def module(source, made):
 
 
 def modules():
-    "Module name -> text, in the order of the chapters, and all sentences on imports that break the book's rules."
+    "Module name -> text, in the order of the chapters, and all sentences on imports that break the rules."
     made, texts, wrong = {}, {}, []
     for source in sources():
         text, names, sentences = module(source, made)
         if text is not None:
             made[source.stem[3:]], texts[source.stem[3:]] = names, text
             wrong += sentences
+    paths = [path for name in HAND_WRITTEN if (path := PACKAGE / f"{name}.py").exists()]
+    trees = {path: ast.parse(read(path)) for path in paths}
+    made |= {path.stem: set(defined_names(tree)) for path, tree in trees.items()}
+    wrong += [f"{place(path)} {sentence}" for path, tree in trees.items() for sentence in wrong_imports(tree, made)]
     return texts, wrong
 
 
@@ -344,9 +349,13 @@ def prose_of(path):
 
 
 def wrong_links(path):
-    "Sentences: links to chapters that do not exist or have another number than the link says."
+    "Sentences: links to files or chapters that do not exist, or to chapters of another number than the link says."
     chapters = {source.resolve(): number(source) for source in sources()}
-    for text, target in re.findall(r"\[([^\]]*)\]\(([^)#:\s]*\.ipynb)", prose_of(path)):
+    for text, target in re.findall(r"\[([^\]]*)\]\(([^)#:\s]+)(?:#[^)\s]*)?\)", prose_of(path)):
+        if not target.endswith(".ipynb"):
+            if not (path.parent / target).exists():
+                yield f"{place(path)} links to {target}, which does not exist"
+            continue
         found, says = chapters.get((path.parent / target).with_suffix(".py").resolve()), re.match(r"\d+\.\d+\b", text)
         if found is None:
             yield f"{place(path)} links to {target}, which has no source"
@@ -563,8 +572,8 @@ def make(args):
     texts, wrong = modules()
     if args.check:
         wrong += [sentence for source in sources() for sentence in wide_lines(source)]
-        readmes = [path for path in (BOOK.parent / "README.md", BOOK / "README.md") if path.exists()]
-        wrong += [sentence for path in (*readmes, *sources()) for sentence in wrong_links(path)]
+        documents = [path for where in ("*.md", "book/*.md", "fixtures/*/*.md") for path in BOOK.parent.glob(where)]
+        wrong += [sentence for path in (*sorted(documents), *sources()) for sentence in wrong_links(path)]
         wrong += wrong_numbers()
         stale = list(check(texts))
         commands = dict.fromkeys(f"run: {command}" for _, command in stale)
@@ -573,6 +582,8 @@ def make(args):
         path = PACKAGE / f"{name}.py"
         if not path.exists() or read(path) != text:
             write(path, text)
+            # two exports within a second may give files of one size: Python would run the .pyc of the first
+            Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
     print("".join(f"{sentence}\n" for sentence in wrong), end="", file=sys.stderr)
     for source in sources():
         if args.run and (args.run == "all" or args.run in place(source)):

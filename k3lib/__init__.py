@@ -5,7 +5,8 @@ imported when the name is first used.
 """
 
 import sys
-from typing import TYPE_CHECKING
+
+TYPE_CHECKING = False  # True to a type checker; importing it from typing takes longer than everything else here
 
 __version__ = "0.2.0"
 __all__ = [

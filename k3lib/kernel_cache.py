@@ -12,6 +12,7 @@ import re
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from importlib.machinery import SourceFileLoader
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,17 +30,24 @@ SOURCES = {path.name[:-3]: hashlib.sha256(path.read_bytes()).digest()
 
 
 @functools.cache
+def python_runs(name: str, path: Path, text: bytes) -> bool:
+    "False if Python runs other code for k3lib.`name` than that of `text`, its source at `path`: that of an old .pyc."
+    kept = SourceFileLoader(f"k3lib.{name}", str(path)).get_code(f"k3lib.{name}")
+    return kept == compile(text, str(path), "exec", dont_inherit=True)
+
+
+@functools.cache
 def source_digest(module: str) -> str | None:
     """Digest, in hexadecimal, of the source of k3lib.`module` and of all modules it imports from k3lib.
 
-    None if one of these files has changed since `kernel_cache` was imported.
+    None if one of these files has changed since `kernel_cache` was imported, or if Python runs older code for it.
     """
     names, total = [module], hashlib.sha256()
     for name in names:  # the loop adds to this list
         path = files("k3lib") / f"{name}.py"
         text = path.read_bytes() if path.is_file() else b""
         digest = hashlib.sha256(text).digest()
-        if digest != SOURCES.get(name):
+        if digest != SOURCES.get(name) or isinstance(path, Path) and not python_runs(name, path, text):
             return None
         total.update(name.encode() + digest)
         imports = re.findall(rb"^\s*from k3lib\.(\w+) import", text, re.M)
@@ -150,5 +158,6 @@ def inner(function: _F) -> _F:
 
 
 __all__ = [
-    "SOURCES", "source_digest", "cache_folders", "say_uncached", "MAX_ENTRIES", "KernelCache", "kernel", "inner",
+    "SOURCES", "python_runs", "source_digest", "cache_folders", "say_uncached", "MAX_ENTRIES", "KernelCache",
+    "kernel", "inner",
 ]

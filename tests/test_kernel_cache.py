@@ -55,6 +55,22 @@ def test_a_process_that_began_before_the_edit_keeps_nothing(package):
     assert run(package) == ("1010 compiled", "")
 
 
+def test_a_pyc_of_an_older_text_does_not_last(package):
+    """Python may run a .pyc of an older text of the same size and second. Its machine code must not be kept.
+
+    So the new text is right as soon as Python sees it.
+    """
+    leaf = package / "k3lib" / "leaf.py"
+    writes = {"PYTHONDONTWRITEBYTECODE": ""}
+    os.utime(leaf, (1e9, 1e9))
+    run(package, "import k3lib.leaf", **writes)
+    leaf.write_text(LEAF.replace("+ 1", "+ 2"))
+    os.utime(leaf, (1e9, 1e9))
+    assert run(package, **writes)[0] == "20 compiled", "Python itself does not see the edit"
+    os.utime(leaf, (2e9, 2e9))
+    assert [run(package, **writes)[0] for _ in range(2)] == ["30 compiled", "30 kept"]
+
+
 @pytest.mark.parametrize("env, kept_in", [
     (dict(HOME="home", XDG_CACHE_HOME="xdg"), "xdg/k3"),
     (dict(HOME="home", XDG_CACHE_HOME="a file"), "home/.cache/k3"),

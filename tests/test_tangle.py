@@ -72,6 +72,7 @@ class House:
         self.package.mkdir(parents=True)
         for name, text in CHAPTERS.items():
             self.write(name, text)
+        (self.book / "README.md").write_text("A small book.\n")
         for name in ("tangle.py", "jupytext.toml"):
             shutil.copy(ROOT / "book" / name, self.book)
         spec = importlib.util.spec_from_file_location("tangle", self.book / "tangle.py")
@@ -339,6 +340,27 @@ def test_links_of_the_contents(house):
     (house.book.parent / "README.md").write_text("[the bark](book/01_a/03_bark.ipynb)\n")
     assert house("--check") == (1, "README.md links to book/01_a/03_bark.ipynb, which has no source\n"
                                    "book/README.md calls 01_a/02_root.ipynb 1.1, but it is 1.2\n")
+
+
+def test_links_of_documents(house):
+    (house.book.parent / "fixtures" / "some").mkdir(parents=True)
+    (house.book.parent / "NOTES.md").write_text("[a folder](book) [more](https://example.org/a) [lost](CHANGES.md)\n")
+    (house.book.parent / "fixtures" / "some" / "README.md").write_text("[up](../../NOTES.md#top) [data](data.bin#x)\n")
+    assert house("--check") == (1, "NOTES.md links to CHANGES.md, which does not exist\n"
+                                   "fixtures/some/README.md links to data.bin, which does not exist\n")
+
+
+@pytest.mark.parametrize("line, wrong", [
+    ("from k3lib.root import _DEPTH", "imports _DEPTH, which is private to k3lib.root"),
+    ("from k3lib.root import SIZE", "imports SIZE from k3lib.root, which does not define it"),
+    ("def run():\n    from k3lib.lost import SIZE", "imports k3lib.lost, which no earlier chapter makes"),
+    ("from k3lib.root import DEPTH", None),
+])
+def test_imports_of_a_module_that_is_written_by_hand(house, line, wrong):
+    (house.package / "cli.py").write_text(f"{line}\n")
+    (house.package / "__main__.py").write_text("from k3lib.cli import run\n\n\ndef main():\n    return run\n"
+                                               if "run" in line else "")
+    assert house("--check") == ((1, f"k3lib/cli.py {wrong}\n") if wrong else (0, ""))
 
 
 def test_sections_are_numbered_in_order(house):

@@ -205,6 +205,7 @@ WORKING, SAMPLED = 3, 4  # processor seconds of some products, and the bytes of 
 SAMPLE = 8  # one unit in so many is timed
 
 
+# %% tags=["export"]
 @kernel
 def _stream(source, elements, scale, x, out, cursor, totals):
     """Read and multiply units until `cursor` has none left. Returns the first number from it that was not multiplied.
