@@ -29,6 +29,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from importlib.machinery import SourceFileLoader
 from importlib.resources import files
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -133,6 +134,8 @@ SOURCES = {path.name[:-3]: hashlib.sha256(path.read_bytes()).digest()
 @functools.cache
 def python_runs(name: str, path: Path, text: bytes) -> bool:
     "False if Python runs other code for k3lib.`name` than that of `text`, its source at `path`: that of an old .pyc."
+    if not os.path.exists(cache_from_source(str(path))):
+        return True
     kept = SourceFileLoader(f"k3lib.{name}", str(path)).get_code(f"k3lib.{name}")
     return kept == compile(text, str(path), "exec", dont_inherit=True)
 
