@@ -31,6 +31,7 @@ from importlib.machinery import SourceFileLoader
 from importlib.resources import files
 from importlib.util import cache_from_source
 from pathlib import Path
+from types import CodeType
 from typing import Any, TypeVar
 
 import llvmlite
@@ -124,39 +125,59 @@ assert answers == ["20", "20"]
 # Python keeps compiled code, too: bytecode, in `.pyc` files. It takes a `.pyc` for that of a source if the source has
 # the size and the time, in whole seconds, that the `.pyc` names. So after two edits within a second, or a copy that
 # keeps times, Python may run older code than the file holds. Its machine code must not be stored under the digest of
-# the new text. `python_runs` compares.
+# the new text. So the loaded bytecode is remembered, and `python_runs` compares it before an entry is stored. A process
+# that finds all its entries compares nothing.
 
 # %% tags=["export"]
 SOURCES = {path.name[:-3]: hashlib.sha256(path.read_bytes()).digest()
            for path in files("k3lib").iterdir() if path.name.endswith(".py")}  # digests when this module was imported
 
 
-@functools.cache
-def python_runs(name: str, path: Path, text: bytes) -> bool:
-    "False if Python runs other code for k3lib.`name` than that of `text`, its source at `path`: that of an old .pyc."
-    if not os.path.exists(cache_from_source(str(path))):
-        return True
-    kept = SourceFileLoader(f"k3lib.{name}", str(path)).get_code(f"k3lib.{name}")
-    return kept == compile(text, str(path), "exec", dont_inherit=True)
+def source(name: str) -> bytes | None:
+    "The source of k3lib.`name`; None if there is none, or if it has changed since `kernel_cache` was imported."
+    path = files("k3lib") / f"{name}.py"
+    text = path.read_bytes() if path.is_file() else b""
+    return text if hashlib.sha256(text).digest() == SOURCES.get(name) else None
 
 
 @functools.cache
+def loaded_code(name: str) -> CodeType | None:
+    "The code that Python has loaded for k3lib.`name` from a .pyc file, None without one. Called first at the import."
+    path = str(files("k3lib") / f"{name}.py")
+    if not os.path.exists(cache_from_source(path)):
+        return None
+    return SourceFileLoader(f"k3lib.{name}", path).get_code(f"k3lib.{name}")
+
+
+def python_runs(name: str) -> bool:
+    "False if the source of k3lib.`name` has changed since the import, or if Python has loaded code of another text."
+    text, code = source(name), loaded_code(name)
+    return text is not None and (code is None or code == compile(text, name, "exec", dont_inherit=True))
+
+
+# %% tags=["export"]
+@functools.cache
+def inlined_sources(module: str) -> tuple[str, ...] | None:
+    "k3lib.`module` and all modules it imports from k3lib, directly or not. None if one of their files has changed."
+    names = [module]
+    for name in names:  # the loop adds to this list
+        if (text := source(name)) is None:
+            return None
+        loaded_code(name)
+        imports = re.findall(rb"^\s*from k3lib\.(\w+) import", text, re.M)
+        names += sorted({other.decode() for other in imports} - {*names})
+    return tuple(names)
+
+
 def source_digest(module: str) -> str | None:
     """Digest, in hexadecimal, of the source of k3lib.`module` and of all modules it imports from k3lib.
 
-    None if one of these files has changed since `kernel_cache` was imported, or if Python runs older code for it.
+    None if one of these files has changed since `kernel_cache` was imported.
     """
-    names, total = [module], hashlib.sha256()
-    for name in names:  # the loop adds to this list
-        path = files("k3lib") / f"{name}.py"
-        text = path.read_bytes() if path.is_file() else b""
-        digest = hashlib.sha256(text).digest()
-        if digest != SOURCES.get(name) or isinstance(path, Path) and not python_runs(name, path, text):
-            return None
-        total.update(name.encode() + digest)
-        imports = re.findall(rb"^\s*from k3lib\.(\w+) import", text, re.M)
-        names += sorted({other.decode() for other in imports} - {*names})
-    return total.hexdigest()
+    names, total = inlined_sources(module), hashlib.sha256()
+    for name in names or ():
+        total.update(name.encode() + SOURCES[name])
+    return total.hexdigest() if names else None
 
 
 # %%
@@ -210,7 +231,8 @@ class KernelCache(NullCache):
     "Machine code of one kernel of k3lib on disk. Numba calls load_overload before it compiles, save_overload after."
 
     def __init__(self, function: Callable, digest: str):
-        self._name = f"{function.__module__.removeprefix('k3lib.')}.{function.__qualname__}"
+        self._module = function.__module__.removeprefix("k3lib.")
+        self._name = f"{self._module}.{function.__qualname__}"
         settings = sorted(f"{name}={value}" for name, value in os.environ.items()
                           if name.startswith("NUMBA_") and name not in _NO_EFFECT)
         self._made_by = digest, sys.version, numba.__version__, llvmlite.__version__, settings
@@ -245,6 +267,8 @@ class KernelCache(KernelCache):
     def save_overload(self, sig: Any, data: CompileResult) -> None:
         "Write the compiled kernel to the first folder that can be written. If none can, say so on stderr."
         if data.library.has_dynamic_globals:  # the code contains addresses of this process
+            return
+        if not all(map(python_runs, inlined_sources(self._module) or ())):
             return
         payload = dumps((sig, data._reduce()))
         name, reasons = self._file_name(sig, data.codegen), []

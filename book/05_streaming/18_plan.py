@@ -314,13 +314,13 @@ def make_plan(config: Config, checkpoint: Checkpoint, ram: int, context: int, *,
                                f"positions needs at least {_enough(least)} MB")
     chunk = longest_chunk(config, min(MAX_CHUNK, prompt_tokens or MAX_CHUNK), ram - least)
     activations = activation_bytes(config, chunk)
-    layout, pinned_bytes, spare = pin_from_front(unpinned, ram - least + one - activations)
-    if experts.whole or not layout.streamed:
+    pinned, pinned_bytes, spare = pin_from_front(unpinned, ram - least + one - activations)
+    if experts.whole or not pinned.streamed:
         experts = cache_experts(config, experts, whole_bytes, spare)
     parts |= {f"activations, chunks of {chunk}": activations,
-              "row block buffers": unpinned.buffer_bytes if layout.streamed else 0,
+              "row block buffers": unpinned.buffer_bytes if pinned.streamed else 0,
               "pinned trunk": pinned_bytes, f"expert slots, {experts.slots.count}": experts.slots.total}
-    plan = Plan(ram, parts, Layout(layout, experts), pinned_bytes, sum(streamed_sizes(unpinned).values()), context,
+    plan = Plan(ram, parts, Layout(pinned, experts), pinned_bytes, sum(streamed_sizes(unpinned).values()), context,
                 chunk)
     _check_free(plan, held, least)
     return plan
