@@ -18,12 +18,12 @@ import dataclasses
 import io
 import math
 import re
-from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 import matplotlib
 import numpy as np
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from matplotlib.path import Path as Line
@@ -35,8 +35,8 @@ from k3lib.header import ITEMSIZE
 from k3lib.layout import READ_AHEAD
 from k3lib.memory import shown_size
 from k3lib.mxfp4 import E2M1, GROUP, SCALE
-from k3lib.plan import Plan, position_bytes, state_bytes
-from k3lib.tensors import TABLE, global_tensors, layer_parts, layer_tensors, sizes
+from k3lib.plan import Plan
+from k3lib.tensors import TABLE, Tensor, global_tensors, layer_parts, layer_tensors, sizes
 
 WIDTH = 48  # of every picture: 461 pixels of a web page, so that a phone shrinks the letters by a quarter at most
 INK, LINE, TAG = "#1b2430", "#7a828a", "#eef0f2"  # text; arrows and frames; the ground of a tag
@@ -120,8 +120,17 @@ class Canvas:
             )
         )
 
-    def box(self, x: float, y: float, w: float, h: float, text: str = "", kind: str = "plain", right: str = "",
-            bold: bool = True) -> Box:
+    def box(
+        self,
+        x: float,
+        y: float,
+        w: float,
+        h: float,
+        text: str = "",
+        kind: str = "plain",
+        right: str = "",
+        bold: bool = True,
+    ) -> Box:
         """A box. The first line of `text` is larger and bold, unless `bold` is False.
 
         With `right`, `text` stands at the left and `right` at the right.
@@ -243,9 +252,9 @@ def count(n: float) -> str:
     return f"{n:,.0f}"
 
 
-def raised(power: float) -> str:
-    "e to a whole power, written with superscripts."
-    return "e" + f"{power:g}".translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+def raised(base: str, power: str) -> str:
+    "base to the power, in superscripts."
+    return base + power.translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def layers_of(config: Config, part: str) -> int:
@@ -270,8 +279,15 @@ def architecture(config: Config) -> Schematic:
     d = Canvas(93)
     stream, x, w = 2.2, 6.5, 40  # the residual stream's line; left edge and width of the boxes
     ids = d.box(x, 0.5, w, 3, f"a token's id, 0 to {count(c.vocab_size - 1)}", right=f"chapter {chapter('tokenizer')}")
-    embed = d.box(x, 5.5, w, 4.8, f"embedding\n{count(c.vocab_size)} × {H}; a token reads one row", "memory",
-                  f"{chapter('model')}\n{head}")
+    embed = d.box(
+        x,
+        5.5,
+        w,
+        4.8,
+        f"embedding\n{count(c.vocab_size)} × {H}; a token reads one row",
+        "memory",
+        f"{chapter('model')}\n{head}",
+    )
     d.down(ids, embed)
 
     frame = d.frame(x - 1, 12.5, w + 2, 61)
@@ -279,26 +295,54 @@ def architecture(config: Config) -> Schematic:
     mixed = f"mix, then RMSNorm\nup to {sources_of(c)} vectors of {H}, one out"
     mixes = [d.box(x, y, w, 4.8, mixed, "mix", f"{mix}, {norm}\n{nbytes['ffn_norms']} a layer") for y in (17.2, 44.4)]
     attention = d.box(x, 24, w, 15.6)
-    d.box(x + 0.8, 24.8, w - 1.6, 6.6, f"KDA in {n['kda']} layers\n{c.kda_num_heads} heads; each keeps "
-          f"{c.kda_head_dim} × {c.kda_head_dim}\nnumbers, however long the text", "kda",
-          f"{chapter('kda')}\n{nbytes['kda']} a layer")
-    d.box(x + 0.8, 32.2, w - 1.6, 6.6, f"MLA in {n['mla']} layers\n{c.num_attention_heads} heads; together they keep\n"
-          f"{c.kv_lora_rank + c.qk_rope_head_dim} numbers for each token", "mla",
-          f"{chapter('mla')}\n{nbytes['mla']} a layer")
+    d.box(
+        x + 0.8,
+        24.8,
+        w - 1.6,
+        6.6,
+        f"KDA in {n['kda']} layers\n{c.kda_num_heads} heads; each keeps "
+        f"{c.kda_head_dim} × {c.kda_head_dim}\nnumbers, however long the text",
+        "kda",
+        f"{chapter('kda')}\n{nbytes['kda']} a layer",
+    )
+    d.box(
+        x + 0.8,
+        32.2,
+        w - 1.6,
+        6.6,
+        f"MLA in {n['mla']} layers\n{c.num_attention_heads} heads; together they keep\n"
+        f"{c.kv_lora_rank + c.qk_rope_head_dim} numbers for each token",
+        "mla",
+        f"{chapter('mla')}\n{nbytes['mla']} a layer",
+    )
     forward = d.box(x, 51.2, w, 18)
     dense = f"dense MLP in {n['dense']} layer{'s' * (n['dense'] != 1)}\nwidth {count(c.intermediate_size)}"
     d.box(x + 0.8, 52, w - 1.6, 4.8, dense, "ffn", f"{moe}\n{nbytes['dense']} a layer")
-    d.box(x + 0.8, 57.6, w - 1.6, 10.8, f"experts in {n['moe']} layers\na router chooses {c.num_experts_per_token} of "
-          f"{c.num_experts},\n{nbytes['expert']} each; they work on\n{count(c.routed_expert_hidden_size)} numbers, and "
-          f"{c.num_shared_experts} shared\nexperts on all {H}", "ffn",
-          f"{chapter('router')}, {moe}\n{expert_layer} a layer")
+    d.box(
+        x + 0.8,
+        57.6,
+        w - 1.6,
+        10.8,
+        f"experts in {n['moe']} layers\na router chooses {c.num_experts_per_token} of "
+        f"{c.num_experts},\n{nbytes['expert']} each; they work on\n{count(c.routed_expert_hidden_size)} numbers, and "
+        f"{c.num_shared_experts} shared\nexperts on all {H}",
+        "ffn",
+        f"{chapter('router')}, {moe}\n{expert_layer} a layer",
+    )
     d.down(mixes[0], attention)
     d.down(mixes[1], forward)
 
     last_mix = d.box(x, 75.4, w, 3, "last mix", "mix", mix)
     last_norm = d.box(x, 80, w, 3, "last RMSNorm", "mix", norm)
-    out = d.box(x, 84.6, w, 4.8, f"head\n{count(c.vocab_size)} × {H}; every row is read", "memory",
-                f"{chapter('model')}\n{head}")
+    out = d.box(
+        x,
+        84.6,
+        w,
+        4.8,
+        f"head\n{count(c.vocab_size)} × {H}; every row is read",
+        "memory",
+        f"{chapter('model')}\n{head}",
+    )
     d.down(last_mix, last_norm)
     d.down(last_norm, out)
     logits = (x + w / 2, 91.4)
@@ -368,10 +412,16 @@ def where(config: Config, *lit: str) -> Schematic:
         d.line(made[one].at("right"), made[next_one].at("left"))
     for fork, ways, join in ((made["mix"], ("kda", "mla"), second), (second, ("router",), None)):
         for way in ways:
-            d.line(fork.at("right"), (fork.x + fork.w + 0.9, 6.7), (fork.x + fork.w + 0.9, made[way].at("left")[1]),
-                   made[way].at("left"))
+            d.line(
+                fork.at("right"),
+                (fork.x + fork.w + 0.9, 6.7),
+                (fork.x + fork.w + 0.9, made[way].at("left")[1]),
+                made[way].at("left"),
+            )
         for way in ways if join else ():
-            d.line(made[way].at("right"), (join.x - 0.9, made[way].at("right")[1]), (join.x - 0.9, 6.7), join.at("left"))
+            d.line(
+                made[way].at("right"), (join.x - 0.9, made[way].at("right")[1]), (join.x - 0.9, 6.7), join.at("left")
+            )
     d.line(made["router"].at("bottom"), made["experts"].at("top"))
     d.line(made["experts"].at("right"), (35.1, 9.3), (35.1, 6.7), third.at("left"))
     d.line(third.at("right"), made["head"].at("left"))
@@ -404,9 +454,14 @@ def kda(config: Config) -> Schematic:
     rows = [d.box(left, 6.2, w, 4.8, f"{name}\n{shape}", "kda") for left, name, shape in zip(columns, names, made)]
     for box in rows:
         d.down(top, box)
-    conv = d.box(columns[0], 13.4, 3 * w + 2 * gap, 4.8, f"convolution, then SiLU\neach channel: its last "
-                 f"{c.kda_conv_kernel} inputs")
-    decay = d.box(columns[3], 13.4, w, 9.8, f"decay\n{raised(c.kda_gate_lower_bound)} to 1\na channel")
+    conv = d.box(
+        columns[0],
+        13.4,
+        3 * w + 2 * gap,
+        4.8,
+        f"convolution, then SiLU\neach channel: its last {c.kda_conv_kernel} inputs",
+    )
+    decay = d.box(columns[3], 13.4, w, 9.8, f"decay\n{raised('e', f'{c.kda_gate_lower_bound:g}')} to 1\na channel")
     beta = d.box(columns[4], 13.4, w, 9.8, "sigmoid\n0 to 1\na head")
     gate = d.box(columns[5], 13.4, w, 9.8, "sigmoid\n0 to 1\na number")
     for box, below in zip(rows, (conv, conv, conv, decay, beta, gate)):
@@ -418,10 +473,17 @@ def kda(config: Config) -> Schematic:
     for left, above, name in zip(columns, (norm, norm, conv, decay, beta), "qkvαβ"):
         d.line((left + w / 2, above.y + above.h), (left + w / 2, state.y))
         d.tag(left + w / 2, 25.2, name)
-    lines = ("S fades: each key channel by its own α", "recall: r = Sᵀk, what S holds under k",
-             "error: v − r, what is new in v", "write: S gains β k (v − r)ᵀ", "read: o = Sᵀq / √" + f"{d_k}")
+    lines = (
+        "S fades: each key channel by its own α",
+        "recall: r = Sᵀk, what S holds under k",
+        "error: v − r, what is new in v",
+        "write: S gains β k (v − r)ᵀ",
+        "read: o = Sᵀq / √" + f"{d_k}",
+    )
     d.write(state.x + state.w / 2, 29.4, f"state S of a head, {d_k} × {d_k} numbers", state, BIG, weight="bold")
-    steps = [d.box(state.x + 1, 31 + i * 4, state.w - 2, 3, f"{i + 1}. {text}", bold=False) for i, text in enumerate(lines)]
+    steps = [
+        d.box(state.x + 1, 31 + i * 4, state.w - 2, 3, f"{i + 1}. {text}", bold=False) for i, text in enumerate(lines)
+    ]
     for one, next_one in zip(steps, steps[1:]):
         d.down(one, next_one)
     normed = d.box(columns[0], 54, 5 * w + 4 * gap, 3, f"RMSNorm of each head's {d_k} numbers")
@@ -453,13 +515,28 @@ def mla(config: Config) -> Schematic:
     d = Canvas(69)
     w, query = 19.4, f"a query of each head\n{heads} × ({nope} + {extra})"
     columns = {
-        "before": [(5, f"of each token\nc: {rank}, r: {extra}"), (12, f"$W_{{uk}}$ and $W_{{uv}}$\nfrom {rank} to {heads} × {nope + value}"),
-                   (19, f"kept: keys, values, r\n{count(before)} numbers"), (27, query), (None, ""),
-                   (41, f"scores\nkeys of {nope + extra}"), (48, f"weighted sum\nof values of {value}"), (None, ""),
-                   (62, f"output\n{heads} × {value}")],
-        "after": [(5, f"of each token\nc: {rank}, r: {extra}"), (None, ""), (19, f"kept: c, r\n{count(after)} numbers"),
-                  (27, query), (34, f"$W_{{uk}}$, transposed\nfrom {nope} to {rank}"), (41, f"scores\nrows of {rank + extra}"),
-                  (48, f"weighted sum\nof c, {rank}"), (55, f"$W_{{uv}}$\nfrom {rank} to {value}"), (62, f"output\n{heads} × {value}")],
+        "before": [
+            (5, f"of each token\nc: {rank}, r: {extra}"),
+            (12, f"$W_{{uk}}$ and $W_{{uv}}$\nfrom {rank} to {heads} × {nope + value}"),
+            (19, f"kept: keys, values, r\n{count(before)} numbers"),
+            (27, query),
+            (None, ""),
+            (41, f"scores\nkeys of {nope + extra}"),
+            (48, f"weighted sum\nof values of {value}"),
+            (None, ""),
+            (62, f"output\n{heads} × {value}"),
+        ],
+        "after": [
+            (5, f"of each token\nc: {rank}, r: {extra}"),
+            (None, ""),
+            (19, f"kept: c, r\n{count(after)} numbers"),
+            (27, query),
+            (34, f"$W_{{uk}}$, transposed\nfrom {nope} to {rank}"),
+            (41, f"scores\nrows of {rank + extra}"),
+            (48, f"weighted sum\nof c, {rank}"),
+            (55, f"$W_{{uv}}$\nfrom {rank} to {value}"),
+            (62, f"output\n{heads} × {value}"),
+        ],
     }
     for x, (name, rows) in zip((3.6, 27.8), columns.items()):
         d.tag(x + w / 2, 2.2, f"{name} absorption", weight="bold", size=BIG)
@@ -490,7 +567,7 @@ def residual(config: Config) -> Schematic:
     starts = list(range(0, layers, block))
     read = min(layers - 1, starts[len(starts) // 2] - block // 3)  # the layer whose first mix is drawn
     blocks = sum(start < read for start in starts)  # finished at that layer, the embedding among them
-    left, right, top, step, bar = 15.5, 47.5, 4.6, 3.3, 2.2
+    left, right, top, step, bar = 15.5, 47, 4.6, 3.3, 2.2
     d = Canvas(top + step * (len(starts) + 1) + 29)
 
     def at(layer):
@@ -502,11 +579,11 @@ def residual(config: Config) -> Schematic:
     for start in starts:
         d.tag(at(start) + 0.2, 2, str(start))
     d.tag(6.8, 2, "from layer")
-    d.box(1, row(0), 11.6, bar, "embedding", "memory", bold=False)
+    d.box(1, row(0), 11.6, bar, "embedding", bold=False)
     rows = [d.box(at(0), row(0), right - left, bar, kind="memory")]
     for i, start in enumerate(starts, 1):
         end = min(start + block, layers)
-        d.box(1, row(i), 11.6, bar, f"layers {start} to {end - 1}", "mix", bold=False)
+        d.box(1, row(i), 11.6, bar, f"layers {start} to {end - 1}", bold=False)
         rows.append(d.box(at(start), row(i), at(end) - at(start), bar, kind="mix"))
         if end < layers:
             d.box(at(end), row(i), right - at(end), bar, kind="memory")
@@ -524,13 +601,328 @@ def residual(config: Config) -> Schematic:
     y = bottom + 10.4
     d.tag(24, y, "inside each layer", weight="bold", size=BIG)
     stream = d.box(1, y + 12.6, 46, 4.8, "residual stream\nfinished vectors, and one running sum that grows", "memory")
-    w, gap = 10, 2
-    names = (("mix", "mix"), ("attention\nafter RMSNorm", "kda"), ("mix", "mix"), ("feed-forward\nafter RMSNorm", "ffn"))
-    chain = [d.box(1 + i * (w + gap), y + 3, w, 4.8, text, kind) for i, (text, kind) in enumerate(names)]
+    names = (
+        (1, 8.6, "mix", "mix"),
+        (11.4, 12.6, "attention\nafter RMSNorm", "kda"),
+        (25.8, 7, "mix", "mix"),
+        (34.4, 12.6, "feed-forward\nafter RMSNorm", "ffn"),
+    )
+    chain = [d.box(x, y + 3, w, 4.8, text, kind) for x, w, text, kind in names]
     for mix, half in (chain[:2], chain[2:]):
-        d.line((mix.x + w / 2, stream.y), mix.at("bottom"))
+        d.line((mix.x + mix.w / 2, stream.y), mix.at("bottom"))
         d.line(mix.at("right"), half.at("left"))
-        plus = d.plus(half.x + w / 2, y + 10.1)
+        plus = d.plus(half.x + half.w / 2, y + 10.1)
         d.line(half.at("bottom"), plus.at("top"))
-        d.line(plus.at("bottom"), (half.x + w / 2, stream.y))
-    return Schematic(d, "")
+        d.line(plus.at("bottom"), (half.x + half.w / 2, stream.y))
+    return Schematic(
+        d,
+        f"Block residuals over {layers} layers. The embedding is there from layer 0 on. Each block of {block} layers has "
+        f"a sum that grows while its layers run; after that it is finished and stays readable to the end. The blocks "
+        f"begin at layers {', '.join(map(str, starts))}. As an example, the first mix of layer {read} reads "
+        f"{blocks + 1} vectors: {blocks} finished ones and the sum that grows. Below, a layer: a mix reads the stream, "
+        "attention works on it after an RMSNorm and its result is added; a second mix reads the stream, the "
+        "feed-forward part works on it after an RMSNorm and its result is added.",
+    )
+
+
+def mxfp4(block: bytes = bytes.fromhex("2f 71 08 53") * 4, scale: int = 126) -> Schematic:
+    "An MXFP4 block to the bit: `block`, the bytes of GROUP weights, and its `scale` byte."
+    d, wide = Canvas(63), 5.75
+    d.tag(24, 2, f"{len(block)} bytes for {GROUP} weights, and one scale byte", weight="bold", size=BIG)
+    made = []
+    for j, byte in enumerate(block):
+        x, y = 1.7 + (j % 8) * wide, 4.6 + (j // 8) * 7.4
+        made.append(d.box(x, y, wide - 0.35, 6.6, kind="lit" if j == 0 else "plain"))
+        d.write(x + made[j].w / 2, y + 1.2, f"{byte:02x}", made[j], family="monospace", weight="bold")
+        for i, (weight, kind) in enumerate(((2 * j + 1, "kda"), (2 * j, "mla"))):
+            half = d.box(x + 0.2 + i * 2.55, y + 2.3, 2.45, 3.9, kind=kind)
+            d.write(half.x + half.w / 2, y + 3.4, "w", half)
+            d.write(half.x + half.w / 2, y + 5.1, str(weight), half)
+    power = f"{raised('2', f'{scale}-127')} = {SCALE[scale]:g}"
+    d.box(1.7, 20, 45.65, 3.2, f"scale byte {scale:02x}: every weight times {power}", "memory")
+
+    y = 26
+    whole = d.box(1.7, y, 45.65, 13.4, kind="lit")
+    d.line(made[0].at("left"), (0.8, made[0].at("left")[1]), (0.8, y + 1.5), (1.7, y + 1.5))
+    d.write(24.5, y + 1.5, f"byte 0 = {block[0]:02x}, bit by bit", whole, BIG, weight="bold")
+    answers, cell_width = [], 5.2
+    for i, (code, kind) in enumerate(zip((block[0] >> 4, block[0] & 15), ("kda", "mla"))):
+        x = 2.5 + i * 22.2
+        half = d.box(x, y + 3, 21.9, 9.6, kind=kind)
+        d.write(half.x + half.w / 2, y + 4.4, f"w {1 - i} is the {'high' if i == 0 else 'low'} half: code {code}", half)
+        for bit, ground in enumerate(("mix", "ffn", "ffn", "plain")):
+            cell = d.box(x + 0.65 + bit * cell_width, y + 6, cell_width - 0.2, 3, kind=ground)
+            d.write(cell.x + cell.w / 2, y + 7.5, str(code >> 3 - bit & 1), cell, family="monospace", weight="bold")
+        for middle, name in ((0.5, "sign"), (2, "exponent"), (3.42, "mantissa")):
+            d.write(x + 0.55 + middle * cell_width, y + 10.7, name, half)
+        w = f"{E2M1[code]:g} × {SCALE[scale]:g} = {E2M1[code] * SCALE[scale]:g}".replace("-", "−")
+        answers.append(f"w {1 - i} = {w}")
+        d.down(half, d.box(x, y + 15.6, 21.9, 3.2, answers[-1]))
+    y += 24
+    d.tag(24, y - 1, f"the {len(E2M1) // 2} magnitudes of a code, to scale", weight="bold", size=BIG)
+    left, unit = 3, 41.5 / E2M1[:8].max()
+    d.line((left - 1.4, y + 5), (left + E2M1[:8].max() * unit + 1.4, y + 5), head=False)
+    for value in E2M1[:8]:
+        d.axes.plot([left + value * unit] * 2, [y + 4.4, y + 5.6], color=LINE, lw=1.4)
+        d.tag(left + value * unit, y + 2.7, f"{value:g}")
+    d.tag(24, y + 8.6, f"{len(block)} + 1 bytes for {GROUP} weights: {8 * (len(block) + 1) / GROUP:g} bits a weight")
+    return Schematic(
+        d,
+        f"An MXFP4 block: {len(block)} bytes hold {GROUP} weights of four bits. Byte j holds weight 2j in its low half "
+        f"and weight 2j + 1 in its high half. One scale byte, here {scale}, multiplies every weight by "
+        f"{SCALE[scale]:g}. A four-bit code is one sign bit, two exponent bits and one mantissa bit. Byte 0 is "
+        f"{block[0]:02x}: {answers[1]}, {answers[0]}. The magnitudes are {', '.join(f'{v:g}' for v in E2M1[:8])}. With "
+        f"the scale byte a weight takes {8 * (len(block) + 1) / GROUP:g} bits.",
+    )
+
+
+def squares(total: int, chosen: int) -> np.ndarray:
+    "An RGBA image of `total` small squares, `chosen` of them, at random places, in the colours of a lit box."
+    columns, pixels = math.ceil(math.sqrt(total * 8 / 7)), 8
+    rows = -(-total // columns)
+    lit = np.zeros(rows * columns, int)
+    lit[np.random.default_rng(7).choice(total, chosen, replace=False)] = 1
+    lit[total:] = 2
+    colors = np.array([to_rgba(COLORS["ffn"][0]), to_rgba(COLORS["lit"][1]), (0, 0, 0, 0)])
+    image = np.kron(colors[lit].reshape(rows, columns, 4), np.ones((pixels, pixels, 1)))
+    image[::pixels] = image[:, ::pixels] = 0  # the gaps between the squares
+    return image
+
+
+def moe(config: Config) -> Schematic:
+    "The data flow of a layer with experts: what the router, the routed experts and the shared experts see and give."
+    c, H, Z = config, count(config.hidden_size), count(config.routed_expert_hidden_size)
+    chosen, total, nbytes = c.num_experts_per_token, c.num_experts, part_bytes(config, "expert")
+    shared_width = count(c.moe_intermediate_size * c.num_shared_experts)
+    d = Canvas(72.5)
+    x = d.box(1, 0.5, 46, 3, f"x: {H} numbers, mixed and normed")
+    router = d.box(1, 6.2, 12.6, 8.2, f"router\n{total} × {H};\na score for\neach expert", "ffn")
+    down = d.box(15.8, 6.2, 16.4, 4.8, f"down\nfrom {H} to {Z}", "ffn")
+    shared = d.box(
+        34.4, 6.2, 12.6, 8.2, f"shared\n{c.num_shared_experts} experts,\ntogether\n{shared_width} wide", "ffn"
+    )
+    for box in (router, down, shared):
+        d.down(x, box)
+    experts = d.box(15.8, 15, 16.4, 21)
+    d.write(24, 16.6, f"{total} experts", experts, BIG, weight="bold")
+    d.axes.imshow(squares(total, chosen), extent=(16.8, 31.2, 30.6, 18), interpolation="none", zorder=3, aspect="auto")
+    d.write(24, 32.2, f"{chosen} are read:", experts)
+    d.write(24, 34, f"{chosen} × {shown_size(nbytes)}", experts)
+    d.down(down, experts)
+    d.tag(24, 12.8, f"z: {Z} numbers")
+    d.line(router.at("bottom"), (router.x + router.w / 2, 25.5), experts.at("left"))
+    d.tag(7.6, 20, f"{chosen} ids")
+    total_box = d.box(14.3, 38.6, 19.4, 4.8, f"weighted sum\nu: {Z} numbers")
+    norm = d.box(14.3, 45.8, 19.4, 3, "RMSNorm of u")
+    up = d.box(14.3, 51.2, 19.4, 4.8, f"up\nfrom {Z} to {H}", "ffn")
+    plus = d.plus(24, 60)
+    chain = (experts, total_box, norm, up, plus)
+    for one, next_one in zip(chain, chain[1:]):
+        d.down(one, next_one)
+    d.line((router.x + 2, router.y + router.h), (router.x + 2, 41), total_box.at("left"))
+    d.tag(7.8, 41, f"{chosen} weights")
+    d.line(shared.at("bottom"), (shared.x + shared.w / 2, 60), plus.at("right"))
+    out = d.box(1, 63.4, 46, 3, f"y: {H} numbers")
+    d.line(plus.at("bottom"), (24, out.y))
+    d.line(out.at("bottom"), (24, 69.4))
+    d.tag(24, 70.4, "added to the residual stream")
+    return Schematic(
+        d,
+        f"A layer with experts. x, {H} numbers, goes three ways. The router gives one score for each of {total} experts, "
+        f"and from the scores {chosen} ids and {chosen} weights. The down matrix makes z, {Z} numbers, which the "
+        f"{chosen} chosen experts see; they are read from disk, {shown_size(nbytes)} each. Their weighted sum u is "
+        f"normed and brought from {Z} back to {H} numbers by the up matrix. {c.num_shared_experts} shared experts, "
+        f"together {shared_width} wide, work on x itself, and their result is added.",
+    )
+
+
+def token_bytes(config: Config) -> dict[str, int]:
+    "Bytes that one token reads if nothing of the trunk is pinned and no expert is cached: {part: bytes}."
+    trunk = sum(tensor_bytes(t) for L in range(config.num_hidden_layers) for t in layer_tensors(config, L, experts=()))
+    embedding, *last = global_tensors(config)
+    return {
+        "trunk": trunk,
+        "experts": layers_of(config, "moe") * config.num_experts_per_token * part_bytes(config, "expert"),
+        "head": sum(map(tensor_bytes, last)),
+        "embedding": tensor_bytes(embedding) // config.vocab_size,
+    }
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    "Bytes of a tensor in the file."
+    return math.prod(tensor.shape) * ITEMSIZE[tensor.dtype]
+
+
+def disk(config: Config) -> Schematic:
+    "A weight's way from the device to the arithmetic: through the page cache, and past it with O_DIRECT."
+    a_token = shown_size(sum(token_bytes(config).values()))
+    d, w = Canvas(49), 21
+    d.frame(0.6, 12.8, 46.8, 22)
+    d.tag(24, 12.8, "memory")
+    columns = {
+        "through the page cache": [
+            (15, "memory", "page cache\nthe system decides\nwhich pages stay"),
+            (25.8, "plain", "our buffer\nevery byte, copied"),
+        ],
+        "past it, with O_DIRECT": [(25.8, "plain", f"our page buffer\nbegins at a multiple\nof {count(PAGE)} bytes")],
+    }
+    for x, (name, boxes) in zip((1.6, 25.4), columns.items()):
+        d.tag(x + w / 2, 2, name, weight="bold", size=BIG)
+        chain = [d.box(x, 5, w, 4.8, f"device\nup to {a_token} a token")]
+        chain += [d.box(x, y, w, 6.8, text, kind) for y, kind, text in boxes]
+        chain.append(d.box(x, 37.2, w, 3, "product"))
+        for one, next_one in zip(chain, chain[1:]):
+            d.down(one, next_one)
+    d.tag(12.1, 23.8, "copy")
+    for x, text in ((12.1, "every byte is written\nto memory twice"), (35.9, "every byte is written\nto memory once")):
+        d.tag(x, 44.4, text)
+    return Schematic(
+        d,
+        "A weight's way from the device to the product, two ways. Through the page cache: the device fills pages that "
+        "belong to the system, which decides how long they stay; every byte is then copied to our buffer, so it is "
+        f"written to memory twice. With O_DIRECT: the device fills our own page buffer, which begins at a multiple of "
+        f"{count(PAGE)} bytes, so every byte is written to memory once, in whole pages. "
+        f"Without pinned or cached weights a token reads {a_token}.",
+    )
+
+
+def readers(config: Config) -> Schematic:
+    "The way of the trunk's blocks through the reader pool, and the order of events in a layer with experts."
+    chosen, unit = config.num_experts_per_token, READ_UNIT // 1024
+    d = Canvas(72)
+    order = d.box(1, 0.6, 46, 4.8, "row blocks of one token, in the order of use\nthe order is known before the token")
+    d.tag(12, 8.4, "before its matrix's turn", weight="bold")
+    d.tag(36, 8.4, "at its matrix's turn", weight="bold")
+    w = 22
+    ahead = [
+        d.box(1, y, w, 4.8, text, kind)
+        for y, text, kind in (
+            (11, "read ahead\ninto a free buffer", "memory"),
+            (18, f"waits\nat most {READ_AHEAD} blocks wait", "memory"),
+            (25, "multiplied\nby any reader", "kda"),
+        )
+    ]
+    stream = [
+        d.box(25, y, w, h, text, kind)
+        for y, h, text, kind in (
+            (11, 4.8, f"a unit is read\nat most {unit} KiB of rows", "memory"),
+            (18, 6.4, "the unit is multiplied\nby the same reader, while it\nis in the core's cache", "kda"),
+        )
+    ]
+    for box in (ahead[0], stream[0]):
+        d.line((box.x + 1.6, order.y + order.h), (box.x + 1.6, box.y))
+    for chain in (ahead, stream):
+        for one, next_one in zip(chain, chain[1:]):
+            d.down(one, next_one)
+    free = d.box(1, 32, 46, 3, "the buffer is free again")
+    d.line(ahead[2].at("bottom"), (12, free.y))
+    d.line(stream[1].at("bottom"), (36, free.y))
+    d.line((stream[1].x + w, 21.2), (47.6, 21.2), (47.6, 13.4), (stream[0].x + w, 13.4))
+    d.tag(41, 27.6, "until no unit\nis left")
+
+    y = 41.5
+    d.tag(24, y - 2.4, "a layer with experts, from left to right", weight="bold", size=BIG)
+    for i, name in enumerate(("trunk", "router", "experts")):
+        d.tag(1, y + 3 + i * 7.4, name, ha="left", weight="bold")
+    attention = d.box(8.6, y + 0.6, 9, 4.8, "attention", "kda")
+    router = d.box(18.8, y + 8, 6.6, 4.8, "router", "ffn")
+    shared = d.box(28, y + 0.6, 10.6, 4.8, "down, shared", "ffn", bold=False)
+    experts = d.box(28, y + 15.4, 12.6, 4.8, f"{chosen} experts\nread, multiplied", "ffn")
+    up = d.box(42.4, y + 0.6, 5, 4.8, "up", "ffn")
+    middle = router.x + router.w / 2
+    d.line(attention.at("right"), (middle, y + 3), router.at("top"))
+    d.line(router.at("right"), (26.7, y + 10.4), (26.7, y + 3), shared.at("left"))
+    d.line(router.at("bottom"), (middle, y + 17.8), experts.at("left"))
+    d.line(shared.at("right"), up.at("left"))
+    d.line(experts.at("right"), (up.x + up.w / 2, y + 17.8), up.at("bottom"))
+    d.tag(24.7, y + 17.8, "ids")
+    d.box(
+        1,
+        y + 22.6,
+        46,
+        6.6,
+        "The experts' reads begin at the router's result if a buffer\nholds a whole expert. "
+        "Otherwise they begin when down and\nshared are done. The lengths of the boxes are not times.",
+        bold=False,
+    )
+    return Schematic(
+        d,
+        "The reader pool. Row blocks of one token are known in the order of their use. Before its matrix's turn a block "
+        f"is read ahead into a free buffer, waits with at most {READ_AHEAD} others, and is multiplied by any reader. At "
+        f"its matrix's turn a block that nobody has read is read in units of at most {unit} KiB; the same reader "
+        "multiplies each unit while it is in the core's cache. Then the buffer is free again. Below, a layer with "
+        f"experts: attention, then the router, whose ids start the reads of {chosen} experts; meanwhile the trunk goes "
+        "on with the down matrix and the shared experts, and the up matrix comes when both are done. The experts' reads "
+        "begin at the router's result if a buffer holds a whole expert, otherwise when down and shared are done.",
+    )
+
+
+PLAN_KINDS = {"KDA": "kda", "latent": "mla", "vectors": "memory", "row": "memory", "pinned": "memory", "expert": "ffn"}
+
+
+def memory_plan(plan: Plan) -> Schematic:
+    "What a budget is spent on: one bar from zero to the budget, and the bytes of each part."
+    parts = {name: nbytes for name, nbytes in plan.parts.items() if nbytes}
+    spare = max(0, plan.ram - plan.total)
+    if spare:
+        parts["not used"] = spare
+    left, length, row = 1.0, 46.0, 3.0
+    d = Canvas(15.5 + row * len(parts))
+    d.tag(24, 2, f"a budget of {shown_size(plan.ram)}", weight="bold", size=BIG)
+    x = left
+    for i, (name, nbytes) in enumerate(parts.items()):
+        w = length * nbytes / plan.ram
+        kind = PLAN_KINDS.get(name.split()[0], "plain")
+        d.axes.add_patch(Rectangle((x, 4.8), w, 4.6, facecolor=COLORS[kind][0], edgecolor=COLORS[kind][1], lw=1))
+        if w > 2:
+            d.write(x + w / 2, 7.1, str(i + 1), Box(x, 4.8, w, 4.6), weight="bold")
+        y = 13.6 + i * row
+        d.box(
+            left,
+            y,
+            46,
+            row - 0.4,
+            f"{i + 1}  {name}",
+            kind,
+            f"{shown_size(nbytes)}, {nbytes / plan.ram:.1%}",
+            bold=False,
+        )
+        x += w
+    d.tag(left, 11.2, "0", ha="left")
+    d.tag(left + length, 11.2, shown_size(plan.ram), ha="right")
+    listed = "; ".join(f"{name} {shown_size(nbytes)}" for name, nbytes in parts.items())
+    return Schematic(d, f"A budget of {shown_size(plan.ram)} as a bar that begins at zero: {listed}.")
+
+
+def where_bytes_lie(config: Config) -> Schematic:
+    "The bytes of the text stack in the file, and those that one token needs, as two bars of one scale."
+    embedding, *last = global_tensors(config)
+    head = sum(map(tensor_bytes, last))
+    token = token_bytes(config)
+    experts = layers_of(config, "moe") * config.num_experts * part_bytes(config, "expert")
+    rows = [
+        ("routed experts", "ffn", experts, token["experts"]),
+        ("trunk: all other weights of the layers", "kda", token["trunk"], token["trunk"]),
+        ("embedding", "memory", tensor_bytes(embedding), token["embedding"]),
+        ("last mix, last norm and head", "mix", head, token["head"]),
+    ]
+    totals = [sum(row[i] for row in rows) for i in (2, 3)]
+    d, left, length, y = Canvas(37.4), 1.0, 46.0, 15.2
+    for i, (total, name) in enumerate(zip(totals, ("in the files", "one token needs"))):
+        x, top = left, 3.6 + i * 6.2
+        for _, kind, *nbytes in rows:
+            w = length * nbytes[i] / totals[0]
+            d.axes.add_patch(
+                Rectangle((x, top), w, 2.4, facecolor=COLORS[kind][0], edgecolor=COLORS[kind][1], linewidth=1)
+            )
+            x += w
+        d.tag(left, top - 1.6, f"{name}: {shown_size(total)}", ha="left", weight="bold")
+    for i, (name, kind, in_file, a_token) in enumerate(rows):
+        text = f"{name}\nin the files {shown_size(in_file)}"
+        d.box(left, y + i * 5.4, length, 4.8, text, kind, f"a token\n{shown_size(a_token)}")
+    listed = "; ".join(f"{name}: {shown_size(f)} in the files, {shown_size(t)} a token" for name, _, f, t in rows)
+    return Schematic(
+        d,
+        f"Two bars of one scale that begin at zero. In the files: {shown_size(totals[0])}. What one token needs: "
+        f"{shown_size(totals[1])}. {listed}.",
+    )
