@@ -94,6 +94,7 @@ class Canvas:
         self.axes.set(xlim=(0, WIDTH), ylim=(height, 0))
         self.axes.axis("off")
         self.boxes: list[Box] = []
+        self.frames: list[Box] = []
         self.texts: list[tuple[Text, Box | None]] = []
         self.arrows: list[list[tuple[float, float]]] = []
 
@@ -160,20 +161,20 @@ class Canvas:
 
     def frame(self, x: float, y: float, w: float, h: float) -> Box:
         "A dashed frame: what is in it is repeated, or belongs together."
-        box = Box(x, y, w, h)
-        self.patch(box, "none", LINE, dashed=True, corner=0.8)
-        return box
+        self.frames.append(Box(x, y, w, h))
+        self.patch(self.frames[-1], "none", LINE, dashed=True, corner=0.8)
+        return self.frames[-1]
 
-    def line(self, *points: tuple[float, float], head: bool = True, color: str = LINE, width: float = 1.4) -> None:
+    def arrow(self, *points: tuple[float, float], color: str = LINE) -> None:
         "A line through `points`, with an arrow head at the last one."
         self.arrows.append(list(points))
         self.axes.add_patch(
             FancyArrowPatch(
                 path=Line(points),
-                arrowstyle="-|>" if head else "-",
+                arrowstyle="-|>",
                 mutation_scale=9,
                 color=color,
-                linewidth=width,
+                linewidth=1.4,
                 joinstyle="miter",
                 capstyle="butt",
                 zorder=3,
@@ -185,7 +186,7 @@ class Canvas:
         if x is None:
             narrow = above if above.w <= below.w else below
             x = narrow.x + narrow.w / 2
-        self.line((x, above.y + above.h), (x, below.y))
+        self.arrow((x, above.y + above.h), (x, below.y))
 
     def plus(self, x: float, y: float, sign: str = "+") -> Box:
         "A round sign: what arrives is added, or multiplied."
@@ -290,7 +291,7 @@ def architecture(config: Config) -> Schematic:
     )
     d.down(ids, embed)
 
-    frame = d.frame(x - 1, 12.5, w + 2, 61)
+    d.frame(x - 1, 12.5, w + 2, 61)
     d.tag(x + w / 2, 14.6, f"{c.num_hidden_layers} layers, one after the other")
     mixed = f"mix, then RMSNorm\nup to {sources_of(c)} vectors of {H}, one out"
     mixes = [d.box(x, y, w, 4.8, mixed, "mix", f"{mix}, {norm}\n{nbytes['ffn_norms']} a layer") for y in (17.2, 44.4)]
@@ -346,18 +347,18 @@ def architecture(config: Config) -> Schematic:
     d.down(last_mix, last_norm)
     d.down(last_norm, out)
     logits = (x + w / 2, 91.4)
-    d.line(out.at("bottom"), (logits[0], 90.6))
+    d.arrow(out.at("bottom"), (logits[0], 90.6))
     d.tag(*logits, f"{count(c.vocab_size)} logits, one for each id")
 
     sums = [d.plus(stream, y) for y in (41.9, 71.5)]
-    d.line(embed.at("left"), (stream, embed.at("left")[1]), sums[0].at("top"))
-    d.line(sums[0].at("bottom"), sums[1].at("top"))
-    d.line(sums[1].at("bottom"), (stream, last_mix.at("left")[1]), last_mix.at("left"))
+    d.arrow(embed.at("left"), (stream, embed.at("left")[1]), sums[0].at("top"))
+    d.arrow(sums[0].at("bottom"), sums[1].at("top"))
+    d.arrow(sums[1].at("bottom"), (stream, last_mix.at("left")[1]), last_mix.at("left"))
     for box in mixes:
         y = box.at("left")[1]
-        d.line((stream, y), box.at("left"))
+        d.arrow((stream, y), box.at("left"))
     for box, total in zip((attention, forward), sums):
-        d.line(box.at("bottom"), (x + w / 2, total.y + 0.9), total.at("right"))
+        d.arrow(box.at("bottom"), (x + w / 2, total.y + 0.9), total.at("right"))
     for y in (30, 58):
         d.tag(stream, y, "residual stream", rotation=90)
     return Schematic(
@@ -407,33 +408,33 @@ def where(config: Config, *lit: str) -> Schematic:
         made.setdefault(name, box)
     second, third = (Box(*place) for place in OTHER_MIXES)
     d.frame(8, 1.2, 27.8, 10.8)
-    d.tag(12, 1.2, f"{config.num_hidden_layers} layers")
+    d.tag(11.3, 1.2, f"{config.num_hidden_layers} layers")
     for one, next_one in (("embedding", "mix"), ("files", "disk"), ("disk", "readers"), ("readers", "kernels")):
-        d.line(made[one].at("right"), made[next_one].at("left"))
+        d.arrow(made[one].at("right"), made[next_one].at("left"))
     for fork, ways, join in ((made["mix"], ("kda", "mla"), second), (second, ("router",), None)):
         for way in ways:
-            d.line(
+            d.arrow(
                 fork.at("right"),
                 (fork.x + fork.w + 0.9, 6.7),
                 (fork.x + fork.w + 0.9, made[way].at("left")[1]),
                 made[way].at("left"),
             )
         for way in ways if join else ():
-            d.line(
+            d.arrow(
                 made[way].at("right"), (join.x - 0.9, made[way].at("right")[1]), (join.x - 0.9, 6.7), join.at("left")
             )
-    d.line(made["router"].at("bottom"), made["experts"].at("top"))
-    d.line(made["experts"].at("right"), (35.1, 9.3), (35.1, 6.7), third.at("left"))
-    d.line(third.at("right"), made["head"].at("left"))
-    d.line(made["text"].at("top"), made["embedding"].at("bottom"))
-    d.line(made["kernels"].at("top"), (44.2, 13), (22, 13), (22, 12))
+    d.arrow(made["router"].at("bottom"), made["experts"].at("top"))
+    d.arrow(made["experts"].at("right"), (35.1, 9.3), (35.1, 6.7), third.at("left"))
+    d.arrow(third.at("right"), made["head"].at("left"))
+    d.arrow(made["text"].at("top"), made["embedding"].at("bottom"))
+    d.arrow(made["kernels"].at("top"), (44.2, 13), (22, 13), (22, 12))
     names = {name: place[4].replace("-\n", "").replace("\n", " ") for name, place in MODEL.items()}
     marked = ", ".join(names[name] for name in MODEL if name in lit) or "none"
     return Schematic(
         d,
-        f"Where this chapter is. Marked: {marked}. The model: embedding, then {config.num_hidden_layers} layers of mix, "
-        "KDA or MLA, mix, router and experts, then a last mix and the head. Below, what serves it: text and ids, the "
-        "memory plan, and the weights' way from files through disk, reader pool and kernels.",
+        f"Where this chapter is. Marked: {marked}. The model: embedding, then {config.num_hidden_layers} layers of "
+        "mix, KDA or MLA, mix, router and experts, then a last mix and the head. Below, what serves it: text and ids, "
+        "the memory plan, and the weights' way from files through disk, reader pool and kernels.",
     )
 
 
@@ -442,7 +443,7 @@ def where(config: Config, *lit: str) -> Schematic:
 
 def kda(config: Config) -> Schematic:
     "The data flow of one KDA layer for one token: what is made from x, and what happens to a head's state."
-    c, number = config, chapter("kda")
+    c = config
     heads, d_k, P = c.kda_num_heads, c.kda_head_dim, c.kda_num_heads * c.kda_head_dim
     d = Canvas(72)
     top = d.box(0.5, 0.5, 47, 3, f"x: {count(c.hidden_size)} numbers, mixed and normed")
@@ -471,7 +472,7 @@ def kda(config: Config) -> Schematic:
         d.down(conv, norm, left + w / 2)
     state = d.box(columns[0], 27.6, 5 * w + 4 * gap, 24, kind="memory")
     for left, above, name in zip(columns, (norm, norm, conv, decay, beta), "qkvαβ"):
-        d.line((left + w / 2, above.y + above.h), (left + w / 2, state.y))
+        d.arrow((left + w / 2, above.y + above.h), (left + w / 2, state.y))
         d.tag(left + w / 2, 25.2, name)
     lines = (
         "S fades: each key channel by its own α",
@@ -489,21 +490,21 @@ def kda(config: Config) -> Schematic:
     normed = d.box(columns[0], 54, 5 * w + 4 * gap, 3, f"RMSNorm of each head's {d_k} numbers")
     d.down(state, normed)
     times = d.plus(columns[2] + w / 2, 60.2, "×")
-    d.line(normed.at("bottom"), times.at("top"))
-    d.line(gate.at("bottom"), (gate.x + w / 2, 60.2), times.at("right"))
+    d.arrow(normed.at("bottom"), times.at("top"))
+    d.arrow(gate.at("bottom"), (gate.x + w / 2, 60.2), times.at("right"))
     out = d.box(columns[0], 63.2, 47, 4.8, f"o_proj\n{count(P)} numbers in, {count(c.hidden_size)} out", "kda")
-    d.line(times.at("bottom"), (times.x + 0.9, out.y))
-    d.line(out.at("bottom"), (24, 69.6))
+    d.arrow(times.at("bottom"), (times.x + 0.9, out.y))
+    d.arrow(out.at("bottom"), (24, 69.6))
     d.tag(24, 70.5, "added to the residual stream")
     return Schematic(
         d,
         f"Data flow of a KDA layer for one token. From x, {count(c.hidden_size)} numbers, six products are made: q, k "
         f"and v of {heads} heads times {d_k}, the input of the decay, one number a head for beta, and the gate. q, k "
         f"and v pass a convolution over the last {c.kda_conv_kernel} inputs of each channel and SiLU; q and k are then "
-        f"scaled to length 1. The decay alpha lies between e to the power {c.kda_gate_lower_bound:g} and 1 for each key "
-        f"channel. Each head has a state S of {d_k} times {d_k} numbers, and five steps: S fades by alpha; r is what S "
-        f"holds under k; v minus r is the error; S gains beta times k times the error; o is read under q. o is normed "
-        f"for each head, multiplied by the gate, and brought back to {count(c.hidden_size)} numbers by o_proj.",
+        f"scaled to length 1. The decay alpha lies between e to the power {c.kda_gate_lower_bound:g} and 1 for each "
+        f"key channel. Each head has a state S of {d_k} times {d_k} numbers, and five steps: S fades by alpha; r is "
+        f"what S holds under k; v minus r is the error; S gains beta times k times the error; o is read under q. o is "
+        f"normed for each head, multiplied by the gate, and brought back to {count(c.hidden_size)} numbers by o_proj.",
     )
 
 
@@ -549,7 +550,7 @@ def mla(config: Config) -> Schematic:
                 d.down(one, next_one)
         cache, scores, total = made[2], made[5], made[6]
         for box in (scores, total):
-            d.line(cache.at("left"), (x - 2, cache.at("left")[1]), (x - 2, box.at("left")[1]), box.at("left"))
+            d.arrow(cache.at("left"), (x - 2, cache.at("left")[1]), (x - 2, box.at("left")[1]), box.at("left"))
     return Schematic(
         d,
         f"MLA before and after absorption, side by side. Before: c, {rank} numbers of each token, becomes keys and "
@@ -590,7 +591,7 @@ def residual(config: Config) -> Schematic:
     bottom = row(len(starts) + 1)
     x = at(read)
     mixed = d.box(x - 9, bottom + 1.6, 18, 4.8, f"first mix of layer {read}\nreads {blocks + 1} vectors", "lit")
-    d.line((x, row(0)), (x, mixed.y), color=COLORS["lit"][1])
+    d.arrow((x, row(0)), (x, mixed.y), color=COLORS["lit"][1])
     for i in range(blocks + 1):
         d.axes.plot([x], [row(i) + bar / 2], "o", ms=5, color=COLORS["lit"][1], zorder=4)
     d.box(1, bottom + 1.6, 3, 1.8, kind="mix")
@@ -609,16 +610,16 @@ def residual(config: Config) -> Schematic:
     )
     chain = [d.box(x, y + 3, w, 4.8, text, kind) for x, w, text, kind in names]
     for mix, half in (chain[:2], chain[2:]):
-        d.line((mix.x + mix.w / 2, stream.y), mix.at("bottom"))
-        d.line(mix.at("right"), half.at("left"))
+        d.arrow((mix.x + mix.w / 2, stream.y), mix.at("bottom"))
+        d.arrow(mix.at("right"), half.at("left"))
         plus = d.plus(half.x + half.w / 2, y + 10.1)
-        d.line(half.at("bottom"), plus.at("top"))
-        d.line(plus.at("bottom"), (half.x + half.w / 2, stream.y))
+        d.arrow(half.at("bottom"), plus.at("top"))
+        d.arrow(plus.at("bottom"), (half.x + half.w / 2, stream.y))
     return Schematic(
         d,
-        f"Block residuals over {layers} layers. The embedding is there from layer 0 on. Each block of {block} layers has "
-        f"a sum that grows while its layers run; after that it is finished and stays readable to the end. The blocks "
-        f"begin at layers {', '.join(map(str, starts))}. As an example, the first mix of layer {read} reads "
+        f"Block residuals over {layers} layers. The embedding is there from layer 0 on. Each block of {block} layers "
+        f"has a sum that grows while its layers run; after that it is finished and stays readable to the end. The "
+        f"blocks begin at layers {', '.join(map(str, starts))}. As an example, the first mix of layer {read} reads "
         f"{blocks + 1} vectors: {blocks} finished ones and the sum that grows. Below, a layer: a mix reads the stream, "
         "attention works on it after an RMSNorm and its result is added; a second mix reads the stream, the "
         "feed-forward part works on it after an RMSNorm and its result is added.",
@@ -643,7 +644,7 @@ def mxfp4(block: bytes = bytes.fromhex("2f 71 08 53") * 4, scale: int = 126) -> 
 
     y = 26
     whole = d.box(1.7, y, 45.65, 13.4, kind="lit")
-    d.line(made[0].at("left"), (0.8, made[0].at("left")[1]), (0.8, y + 1.5), (1.7, y + 1.5))
+    d.arrow(made[0].at("left"), (0.8, made[0].at("left")[1]), (0.8, y + 1.5), (1.7, y + 1.5))
     d.write(24.5, y + 1.5, f"byte 0 = {block[0]:02x}, bit by bit", whole, BIG, weight="bold")
     answers, cell_width = [], 5.2
     for i, (code, kind) in enumerate(zip((block[0] >> 4, block[0] & 15), ("kda", "mla"))):
@@ -661,7 +662,7 @@ def mxfp4(block: bytes = bytes.fromhex("2f 71 08 53") * 4, scale: int = 126) -> 
     y += 24
     d.tag(24, y - 1, f"the {len(E2M1) // 2} magnitudes of a code, to scale", weight="bold", size=BIG)
     left, unit = 3, 41.5 / E2M1[:8].max()
-    d.line((left - 1.4, y + 5), (left + E2M1[:8].max() * unit + 1.4, y + 5), head=False)
+    d.axes.plot([left - 1.4, left + E2M1[:8].max() * unit + 1.4], [y + 5, y + 5], color=LINE, lw=1.4)
     for value in E2M1[:8]:
         d.axes.plot([left + value * unit] * 2, [y + 4.4, y + 5.6], color=LINE, lw=1.4)
         d.tag(left + value * unit, y + 2.7, f"{value:g}")
@@ -710,7 +711,7 @@ def moe(config: Config) -> Schematic:
     d.write(24, 34, f"{chosen} × {shown_size(nbytes)}", experts)
     d.down(down, experts)
     d.tag(24, 12.8, f"z: {Z} numbers")
-    d.line(router.at("bottom"), (router.x + router.w / 2, 25.5), experts.at("left"))
+    d.arrow(router.at("bottom"), (router.x + router.w / 2, 25.5), experts.at("left"))
     d.tag(7.6, 20, f"{chosen} ids")
     total_box = d.box(14.3, 38.6, 19.4, 4.8, f"weighted sum\nu: {Z} numbers")
     norm = d.box(14.3, 45.8, 19.4, 3, "RMSNorm of u")
@@ -719,18 +720,18 @@ def moe(config: Config) -> Schematic:
     chain = (experts, total_box, norm, up, plus)
     for one, next_one in zip(chain, chain[1:]):
         d.down(one, next_one)
-    d.line((router.x + 2, router.y + router.h), (router.x + 2, 41), total_box.at("left"))
+    d.arrow((router.x + 2, router.y + router.h), (router.x + 2, 41), total_box.at("left"))
     d.tag(7.8, 41, f"{chosen} weights")
-    d.line(shared.at("bottom"), (shared.x + shared.w / 2, 60), plus.at("right"))
+    d.arrow(shared.at("bottom"), (shared.x + shared.w / 2, 60), plus.at("right"))
     out = d.box(1, 63.4, 46, 3, f"y: {H} numbers")
-    d.line(plus.at("bottom"), (24, out.y))
-    d.line(out.at("bottom"), (24, 69.4))
+    d.arrow(plus.at("bottom"), (24, out.y))
+    d.arrow(out.at("bottom"), (24, 69.4))
     d.tag(24, 70.4, "added to the residual stream")
     return Schematic(
         d,
-        f"A layer with experts. x, {H} numbers, goes three ways. The router gives one score for each of {total} experts, "
-        f"and from the scores {chosen} ids and {chosen} weights. The down matrix makes z, {Z} numbers, which the "
-        f"{chosen} chosen experts see; they are read from disk, {shown_size(nbytes)} each. Their weighted sum u is "
+        f"A layer with experts. x, {H} numbers, goes three ways. The router gives one score for each of {total} "
+        f"experts, and from the scores {chosen} ids and {chosen} weights. The down matrix makes z, {Z} numbers, which "
+        f"the {chosen} chosen experts see; they are read from disk, {shown_size(nbytes)} each. Their weighted sum u is "
         f"normed and brought from {Z} back to {H} numbers by the up matrix. {c.num_shared_experts} shared experts, "
         f"together {shared_width} wide, work on x itself, and their result is added.",
     )
@@ -810,14 +811,14 @@ def readers(config: Config) -> Schematic:
         )
     ]
     for box in (ahead[0], stream[0]):
-        d.line((box.x + 1.6, order.y + order.h), (box.x + 1.6, box.y))
+        d.arrow((box.x + 1.6, order.y + order.h), (box.x + 1.6, box.y))
     for chain in (ahead, stream):
         for one, next_one in zip(chain, chain[1:]):
             d.down(one, next_one)
     free = d.box(1, 32, 46, 3, "the buffer is free again")
-    d.line(ahead[2].at("bottom"), (12, free.y))
-    d.line(stream[1].at("bottom"), (36, free.y))
-    d.line((stream[1].x + w, 21.2), (47.6, 21.2), (47.6, 13.4), (stream[0].x + w, 13.4))
+    d.arrow(ahead[2].at("bottom"), (12, free.y))
+    d.arrow(stream[1].at("bottom"), (36, free.y))
+    d.arrow((stream[1].x + w, 21.2), (47.6, 21.2), (47.6, 13.4), (stream[0].x + w, 13.4))
     d.tag(41, 27.6, "until no unit\nis left")
 
     y = 41.5
@@ -830,11 +831,11 @@ def readers(config: Config) -> Schematic:
     experts = d.box(28, y + 15.4, 12.6, 4.8, f"{chosen} experts\nread, multiplied", "ffn")
     up = d.box(42.4, y + 0.6, 5, 4.8, "up", "ffn")
     middle = router.x + router.w / 2
-    d.line(attention.at("right"), (middle, y + 3), router.at("top"))
-    d.line(router.at("right"), (26.7, y + 10.4), (26.7, y + 3), shared.at("left"))
-    d.line(router.at("bottom"), (middle, y + 17.8), experts.at("left"))
-    d.line(shared.at("right"), up.at("left"))
-    d.line(experts.at("right"), (up.x + up.w / 2, y + 17.8), up.at("bottom"))
+    d.arrow(attention.at("right"), (middle, y + 3), router.at("top"))
+    d.arrow(router.at("right"), (26.7, y + 10.4), (26.7, y + 3), shared.at("left"))
+    d.arrow(router.at("bottom"), (middle, y + 17.8), experts.at("left"))
+    d.arrow(shared.at("right"), up.at("left"))
+    d.arrow(experts.at("right"), (up.x + up.w / 2, y + 17.8), up.at("bottom"))
     d.tag(24.7, y + 17.8, "ids")
     d.box(
         1,
@@ -847,13 +848,13 @@ def readers(config: Config) -> Schematic:
     )
     return Schematic(
         d,
-        "The reader pool. Row blocks of one token are known in the order of their use. Before its matrix's turn a block "
-        f"is read ahead into a free buffer, waits with at most {READ_AHEAD} others, and is multiplied by any reader. At "
-        f"its matrix's turn a block that nobody has read is read in units of at most {unit} KiB; the same reader "
-        "multiplies each unit while it is in the core's cache. Then the buffer is free again. Below, a layer with "
-        f"experts: attention, then the router, whose ids start the reads of {chosen} experts; meanwhile the trunk goes "
-        "on with the down matrix and the shared experts, and the up matrix comes when both are done. The experts' reads "
-        "begin at the router's result if a buffer holds a whole expert, otherwise when down and shared are done.",
+        "The reader pool. Row blocks of one token are known in the order of their use. Before its matrix's turn a "
+        f"block is read ahead into a free buffer, waits with at most {READ_AHEAD} others, and is multiplied by any "
+        f"reader. At its matrix's turn a block that nobody has read is read in units of at most {unit} KiB; the same "
+        "reader multiplies each unit while it is in the core's cache. Then the buffer is free again. Below, a layer "
+        f"with experts: attention, then the router, whose ids start the reads of {chosen} experts; meanwhile the trunk "
+        "goes on with the down matrix and the shared experts, and the up matrix comes when both are done. The experts' "
+        "reads begin at the router's result if a buffer holds a whole expert, otherwise when down and shared are done.",
     )
 
 
