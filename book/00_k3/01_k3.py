@@ -309,8 +309,8 @@ assert counted == published and f"{parameters / 1e12:.2f}" == "2.78"
 #
 # ## Exercises
 #
-# 1. In `forward`, leave out the line that ends a block. Which assertion fails, and how many of the twenty ids are still
-#    right?
+# 1. In `forward`, put `pass` in place of the line that finishes a block. Which assertion fails, and how many of the
+#    twenty ids are still right?
 # 2. In `kda`, replace `v[t] - r` by `v[t]`. The matrix then adds values instead of correcting them. What happens to the
 #    logits?
 # 3. A machine keeps half of the trunk in memory. How long does a token take with a disk of 3 GB/s, if arithmetic takes
