@@ -52,7 +52,7 @@ html_context = {"repository": os.environ.get("BOOK_REPOSITORY", "")}
 
 
 def add_chapters(app, docname, source):
-    "Give the table of contents the chapters by path, a list for each folder; then answers and pages such as a glossary."
+    "Give the table of contents the chapters by path, a list for each folder; then answers and pages like a glossary."
     if docname != root_doc:
         return
     lists = {PARTS[folder.name[:2]]: folder.glob("[0-9]*.ipynb") for folder in sorted(BOOK.glob("[0-9]*/"))}
