@@ -21,8 +21,8 @@ import re
 from html import escape
 from pathlib import Path
 
-import matplotlib
 import numpy as np
+from matplotlib import style
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
@@ -50,7 +50,8 @@ COLORS = {  # kind of a box: (ground, edge). The edges have a contrast above 3 o
     "lit": ("#f6a873", "#d1602f"),
 }
 BIG, SMALL = 10, 9  # points: first line of a box; all other text
-STYLE = {"svg.hashsalt": "k3", "svg.fonttype": "path", "font.family": "DejaVu Sans"}
+FONT = "DejaVu Sans"  # matplotlib brings it
+STYLE = {"svg.hashsalt": "k3", "svg.fonttype": "path", "mathtext.fontset": "dejavusans"}
 
 
 # What the pictures are made of
@@ -89,7 +90,7 @@ class Canvas:
     """
 
     def __init__(self, height: float):
-        self.figure = Figure(figsize=(WIDTH / 10, height / 10))
+        self.figure = Figure(figsize=(WIDTH / 10, height / 10), dpi=100, layout="none")
         self.axes = self.figure.add_axes((0, 0, 1, 1))
         self.axes.set(xlim=(0, WIDTH), ylim=(height, 0))
         self.axes.axis("off")
@@ -100,7 +101,7 @@ class Canvas:
 
     def write(self, x: float, y: float, text: str, box: Box | None, size: float = SMALL, **options) -> Text:
         "Text with its centre, or the point that `ha` and `va` say, at (x, y)."
-        options = {"ha": "center", "va": "center_baseline", "color": INK} | options
+        options = {"ha": "center", "va": "center_baseline", "color": INK, "family": FONT} | options
         written = self.axes.text(x, y, text, fontsize=size, zorder=4, **options)
         self.texts.append((written, box))
         return written
@@ -219,9 +220,9 @@ class Schematic:
         return self.alt
 
     def svg(self) -> bytes:
-        "The picture as SVG: the same bytes for the same picture."
+        "The picture as SVG: the same bytes for the same picture, whatever style a chapter has set for its plots."
         file = io.BytesIO()
-        with matplotlib.rc_context(STYLE):
+        with style.context(["default", STYLE]):
             self.figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
         return file.getvalue()
 
