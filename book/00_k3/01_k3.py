@@ -59,9 +59,9 @@ schematics.architecture(k3)
 # numbers, from which all these keys and values can be computed.
 #
 # **KDA** ([chapter 2.1](../02_kda/01_kda.ipynb)). The kind that needs constant memory. Each head keeps one 128 × 128
-# matrix, which maps keys to values. A new pair is written in three steps: the matrix fades a little, it is asked what
-# it holds under the new key, and only the difference from the new value is added. A query is answered by one product
-# with the matrix.
+# matrix, which maps keys to values. A new pair is written in three steps: the rows of the matrix fade, each at its own
+# speed; the matrix is asked what it holds under the new key; only the difference from the new value is added. A query
+# is answered by one product with the matrix.
 #
 # **Feed-forward: experts** (chapters [4.1](../04_moe_router/01_router.ipynb) and
 # [4.2](../04_moe_router/02_moe.ipynb)). What attention has collected is now worked on, for each token by itself. A
