@@ -5,6 +5,7 @@
 # this chapter you can decode a block on paper, recognise four wrong readings of the same bytes, and say what the
 # format costs.
 #
+# [0.1 K3 on one page](../00_k3/01_k3.ipynb) ·
 # [contents](../README.md) ·
 # [1.2 Kernels: compiled once, never stale](02_kernel_cache.ipynb)
 
