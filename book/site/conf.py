@@ -1,4 +1,4 @@
-"""The book as static HTML: `make site`, which runs sphinx-build -c site book out/site.
+"""The book as static HTML: `make site`, which runs sphinx-build -c book/site book out/site.
 
 The pages ask no other host for anything: MathJax comes from the package django-static-mathjax, which is a copy of its
 files, and the theme uses the fonts of the reader's system. `tex-svg.js` is one file that needs no fonts; Firefox would
@@ -12,7 +12,7 @@ import shutil
 from importlib.resources import files
 from pathlib import Path
 
-BOOK = Path(__file__).resolve().parents[1] / "book"
+BOOK = Path(__file__).resolve().parents[1]
 PARTS = {  # the first two characters of a chapter's folder: the heading of its list
     "00": "K3",
     "01": "Arithmetic",
@@ -25,7 +25,7 @@ PARTS = {  # the first two characters of a chapter's folder: the heading of its 
 project = "Kimi K3, notebook by notebook"
 root_doc = "README"
 extensions = ["myst_nb", "sphinx_copybutton"]
-exclude_patterns = ["**/.ipynb_checkpoints"]
+exclude_patterns = ["**/.ipynb_checkpoints", "site/**"]
 nb_execution_mode = "off"  # the notebooks hold their outputs
 myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 3
