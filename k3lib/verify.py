@@ -218,7 +218,7 @@ class HashLog:
     def add(self, name: str, stamp: FileStamp, digest: str) -> None:
         "Append the line of a file. A failure is noted, not raised."
         try:
-            with open(self.path, "a", encoding="utf-8") as file:
+            with open(self.path, "a", encoding="utf-8", newline="\n") as file:
                 file.write(" ".join([digest, *map(str, stamp), f"{name}\n"]))
         except OSError as error:
             self.failure = f"{self.path}: {error.strerror}"
