@@ -31,12 +31,11 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import groupby
-from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from k3lib.checkpoint import Checkpoint
 from k3lib.disk import Files, page_buffer, page_padded
-from k3lib.fileio import CheckpointError, UsageError, writing
+from k3lib.fileio import CheckpointError, UsageError, path_argument, shown_value, writing
 from k3lib.header import Extent, header_bytes
 from k3lib.system import data_runs, lock_file, sync_folder
 from k3lib.tensors import is_matrix, layer_of
@@ -183,6 +182,7 @@ def _write_file(files: Files, file: _TrunkFile, path: str) -> None:
         os.fsync(target.fileno())
 
 
+# %% tags=["export"]
 def _name_file(part: str, path: str) -> bool:
     "Give the complete file `part` the name `path`. False, and no change, if there is a file `path` already."
     try:
@@ -198,7 +198,6 @@ def _name_file(part: str, path: str) -> bool:
     return True
 
 
-# %% tags=["export"]
 def _compare_file(files: Files, file: _TrunkFile, path: str, checkpoint: Checkpoint,
                   progress: Callable[[int], object]) -> None:
     "Compare the file at `path` with the checkpoint. Raises CheckpointError with the first tensor that differs."
@@ -231,7 +230,8 @@ _log = logging.getLogger("k3lib")  # warnings go to stderr unless a program arra
 @contextmanager
 def _alone(folder: str) -> Iterator[bool]:
     "A `with` block in which no other run packs into `folder`. False if this file system has no locks."
-    path, file, locked, told = os.path.join(folder, _LOCK), None, False, False
+    path, file, told = os.path.join(folder, _LOCK), None, False
+    locked: bool | None = False
     try:
         with suppress(OSError):  # a folder that cannot be written to: its files can be compared all the same
             while locked is False:
@@ -241,7 +241,8 @@ def _alone(folder: str) -> Iterator[bool]:
                     file.close()
                     if not told:
                         _log.warning("%s: another process packs into this folder; waiting until it has ended", folder)
-                    told = not time.sleep(0.1)
+                    told = True
+                    time.sleep(0.1)
         yield locked is True
     finally:
         try:
@@ -261,6 +262,7 @@ def _locked(fd: int, path: str) -> bool | None:
     return False
 
 
+# %% tags=["export"]
 def _remove_parts(files: list[_TrunkFile]) -> None:
     "Remove the files without a name that a run has left which was killed."
     folder, names = os.path.dirname(files[0].path), {os.path.basename(file.path) for file in files}
@@ -268,6 +270,14 @@ def _remove_parts(files: list[_TrunkFile]) -> None:
         whole, dot, rest = name.partition(".safetensors.")
         if rest.endswith("part") and f"{whole}.safetensors" in names:
             os.unlink(os.path.join(folder, name))
+
+
+def checked_names(names: Iterable[str]) -> list[str]:
+    "The names of tensors as a list. Raises UsageError unless they are one or more, each a str."
+    found = [] if isinstance(names, (str, bytes)) or not isinstance(names, Iterable) else list(names)
+    if not found or not all(isinstance(name, str) for name in found):
+        raise UsageError(f"names is {shown_value(names)}: a list of the names of tensors is needed")
+    return found
 
 
 # %% tags=["export"]
@@ -279,14 +289,17 @@ def pack(checkpoint: Checkpoint, names: Iterable[str], folder: str | os.PathLike
     interrupted can be repeated: files that have their names are compared, not written. If another run packs into the
     folder, this one waits for its end. progress(nbytes) is called for each tensor done. Raises CheckpointError if the
     tensors of a layer do not lie side by side, if a file is of another checkpoint, or if the folder holds other
-    safetensors files; OSError if the disk is full.
+    safetensors files; OSError if the disk is full; UsageError for an argument of a wrong type.
     """
+    folder, names = path_argument("folder", folder), checked_names(names)
+    if not isinstance(checkpoint, Checkpoint):
+        raise UsageError(f"checkpoint is {shown_value(checkpoint)}: a Checkpoint is needed")
     for layer, why in checkpoint.contiguity().broken_layers.items():
         raise CheckpointError(f"{checkpoint.path}: layer {layer} is not in one piece: {why}; it can be streamed, "
                               "but not packed")
     os.makedirs(folder, exist_ok=True)
-    files = _trunk_files(checkpoint, names, os.fspath(folder))
-    with _alone(os.fspath(folder)) as alone:
+    files = _trunk_files(checkpoint, names, str(folder))
+    with _alone(str(folder)) as alone:
         found = {name for name in os.listdir(folder) if name.endswith(".safetensors")}
         if strays := found - {os.path.basename(file.path) for file in files}:
             raise CheckpointError(f"{folder}: holds {min(strays)}, "
@@ -323,7 +336,7 @@ class Packed:
     """
 
     def __init__(self, checkpoint: Checkpoint, names: Iterable[str], folder: str | os.PathLike):
-        self.checkpoint, self.packed = checkpoint, Checkpoint(Path(folder))
+        self.checkpoint, self.packed = checkpoint, Checkpoint(path_argument("folder", folder))
         self.fingerprints = checkpoint.fingerprints | self.packed.fingerprints
         files = Files(self.fingerprints)
         try:
@@ -360,7 +373,8 @@ def verify_packed(checkpoint: Checkpoint, names: Iterable[str], folder: str | os
     meanwhile.
     """
     wrong: dict[str, str] = {}
-    with Checkpoint(Path(folder)) as packed:
+    folder, names = path_argument("folder", folder), checked_names(names)
+    with Checkpoint(folder) as packed:
         if os.path.samefile(folder, checkpoint.path):
             raise UsageError(f"{folder}: is the checkpoint itself, expected the folder of its packed trunk")
         files = Files(checkpoint.fingerprints | packed.fingerprints)
