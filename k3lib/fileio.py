@@ -6,6 +6,7 @@ Made from book/05_streaming/02_fileio.py: edit that, then run `make export`.
 import json
 import os
 import stat
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -32,6 +33,20 @@ class CheckpointError(K3Error):
     "Weights that are missing, truncated or damaged. One line: file, tensor, what was found, what was expected."
 
     exit_code = 4
+
+
+def shown_value(value: object) -> str:
+    "A value from a file or a caller as text for an error message: one line of at most 120 characters."
+    text = repr(value).replace("\n", " ")
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def path_argument(name: str, value: object) -> Path:
+    "`value` as a Path. Raises UsageError, which says `name`, unless it is a str or an os.PathLike[str] and not empty."
+    path = value.__fspath__() if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise UsageError(f"{name} is {shown_value(value)}: a path is needed, a str or an os.PathLike of one")
+    return Path(path)
 
 
 MAX_READ = 1 << 26  # bytes asked of one call: far below the systems' 2 GiB, so that Python handles signals soon
@@ -93,12 +108,6 @@ def small_file(path: str | os.PathLike[str], most: int, error: type[Exception]) 
 
 
 DEPTH_MAX = 16  # lists and objects inside one another: a header has 3, a config 6
-
-
-def shown_value(value: object) -> str:
-    "A value from a file as text for an error message: one line of at most 120 characters."
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
 
 
 def _is_deep(tree: dict) -> bool:
@@ -172,7 +181,7 @@ def whole_file(
     `check` raises, the old file at `path` stays as it was and the new one is removed.
     """
     path = Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name[:40]}.{uuid.uuid4().hex}.part")  # two threads may write `path` at once
     try:
         with writing(part) as file:
             yield file
@@ -187,6 +196,6 @@ def whole_file(
 
 
 __all__ = [
-    "K3Error", "UsageError", "CheckpointError", "MAX_READ", "read_exactly", "open_shard", "small_file", "DEPTH_MAX",
-    "shown_value", "json_object", "Fingerprint", "fingerprint", "writing", "whole_file",
+    "K3Error", "UsageError", "CheckpointError", "shown_value", "path_argument", "MAX_READ", "read_exactly",
+    "open_shard", "small_file", "DEPTH_MAX", "json_object", "Fingerprint", "fingerprint", "writing", "whole_file",
 ]

@@ -124,6 +124,22 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
             os.close(fd)
 
 
+def lock_file(fd: int) -> bool | None:
+    """Lock the file that `fd` has open, until `fd` is closed. Does not wait: False if another descriptor has locked it.
+
+    None where the system or the file system has no such lock.
+    """
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+
+
 def _c_function(name: str) -> Callable[..., Any] | None:
     "A function of the C library, or None where the library has no such function or cannot be opened."
     try:
@@ -223,7 +239,7 @@ def make_nonblocking(fd: int) -> None:
 
 __all__ = [
     "SEEK_READ_MAX", "pread", "has_direct", "open_read", "keep_uncached", "forget_pages", "expect_sequential",
-    "zero_pages", "COMPILED_PREAD", "data_runs", "disk_bytes", "sync_folder", "return_freed_memory",
+    "zero_pages", "COMPILED_PREAD", "data_runs", "disk_bytes", "sync_folder", "lock_file", "return_freed_memory",
     "trim_freed_memory", "status_bytes", "resident_bytes", "peak_bytes", "read_call_bytes", "machine_free_bytes",
     "allow_open_files", "make_nonblocking",
 ]

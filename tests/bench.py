@@ -303,7 +303,7 @@ def main():
         verdict = "" if met is None else ("met:    " if met else "NOT met: ") + target
         print(f"  {what:<50}{measured:>20}   {verdict}")
     args.json.parent.mkdir(exist_ok=True)
-    args.json.write_text(json.dumps(result, indent=1) + "\n")
+    args.json.write_text(json.dumps(result, indent=1) + "\n", "utf-8", newline="\n")
     if not args.quick:
         history.append("bench", result["machine"], {what: measured for what, measured, *_ in table(result)})
     figure(result, args.json.with_suffix(".png"))

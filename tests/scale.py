@@ -141,7 +141,7 @@ class Table:
         peak, planned, steps = row["peak_rss_bytes"], row["plan"]["total"], row["step_seconds"]
         self.tree["rows"].append({"what": what, **row})
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.tree, indent=1) + "\n")
+        self.path.write_text(json.dumps(self.tree, indent=1) + "\n", "utf-8", newline="\n")
         later = f"{np.median(steps[1:]):6.1f} s a token" if steps[1:] else " " * 14
         prompt = f"prompt {steps[0]:6.1f} s" if steps else " " * 15
         print(f"{what:<36} peak {peak / 1e6:6.0f} MB of {planned / 1e6:6.0f} planned, {prompt}, {later}, "

@@ -13,6 +13,7 @@
 import json
 import os
 import stat
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -54,6 +55,25 @@ class CheckpointError(K3Error):
     "Weights that are missing, truncated or damaged. One line: file, tensor, what was found, what was expected."
 
     exit_code = 4
+
+
+# %% [markdown]
+# A message shows what was found, in one line. A path that a program hands over is checked before it is used: Python
+# would take a number for an open descriptor, and an empty path for the current folder.
+
+# %% tags=["export"]
+def shown_value(value: object) -> str:
+    "A value from a file or a caller as text for an error message: one line of at most 120 characters."
+    text = repr(value).replace("\n", " ")
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def path_argument(name: str, value: object) -> Path:
+    "`value` as a Path. Raises UsageError, which says `name`, unless it is a str or an os.PathLike[str] and not empty."
+    path = value.__fspath__() if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise UsageError(f"{name} is {shown_value(value)}: a path is needed, a str or an os.PathLike of one")
+    return Path(path)
 
 
 # %% [markdown]
@@ -153,12 +173,6 @@ with open_shard(folder / "three") as file:
 
 # %% tags=["export"]
 DEPTH_MAX = 16  # lists and objects inside one another: a header has 3, a config 6
-
-
-def shown_value(value: object) -> str:
-    "A value from a file as text for an error message: one line of at most 120 characters."
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
 
 
 def _is_deep(tree: dict) -> bool:
@@ -269,7 +283,7 @@ def whole_file(
     `check` raises, the old file at `path` stays as it was and the new one is removed.
     """
     path = Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name[:40]}.{uuid.uuid4().hex}.part")  # two threads may write `path` at once
     try:
         with writing(part) as file:
             yield file

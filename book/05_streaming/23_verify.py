@@ -81,11 +81,12 @@ from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from k3lib.system import expect_sequential, forget_pages
-from k3lib.fileio import CheckpointError, open_shard, read_exactly
+from k3lib.fileio import CheckpointError, UsageError, open_shard, path_argument, read_exactly, shown_value
 from k3lib.config import Config
 from k3lib.tensors import families
 from k3lib.header import ITEMSIZE, parse_header, read_header
 from k3lib.checkpoint import INDEX, Checkpoint
+from k3lib.memory import whole_number
 
 
 class FileStamp(NamedTuple):
@@ -128,6 +129,8 @@ class FileHashes(NamedTuple):
 
 
 def _new_hash(kind, size):
+    if kind not in KINDS.values():
+        raise UsageError(f"kind of hash is {shown_value(kind)}, expected {SHA256!r} or {GIT!r}")
     return hashlib.sha256() if kind == SHA256 else hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
 
 
@@ -137,8 +140,9 @@ def hashes(path: str | Path, kinds: Iterable[str], progress: Callable[[int], obj
     """The hashes of `kinds`, out of SHA256 and GIT, of the file at `path`; None if `stop` was set before the end.
 
     `progress` is called with the number of bytes of each read, of `read_bytes` at most. Raises CheckpointError if the
-    file cannot be read, or changes while it is read.
+    file cannot be read, or changes while it is read; UsageError for another kind.
     """
+    read_bytes = whole_number("read_bytes", read_bytes, 1, 1 << 30)
     with open_shard(path) as file:
         fd = file.fileno()
         before = file_stamp(os.fstat(fd))
@@ -372,7 +376,7 @@ class HashLog:
     def add(self, name: str, stamp: FileStamp, digest: str) -> None:
         "Append the line of a file. A failure is noted, not raised."
         try:
-            with open(self.path, "a", encoding="utf-8") as file:
+            with open(self.path, "a", encoding="utf-8", newline="\n") as file:
                 file.write(" ".join([digest, *map(str, stamp), f"{name}\n"]))
         except OSError as error:
             self.failure = f"{self.path}: {error.strerror}"
@@ -619,14 +623,18 @@ def verify(path: str | Path, config: Config | None = None, check: Callable[[Conf
     `manifest`: a sha256sum file; None means the one at manifest_path, if there is one. `every`: hash also files without
     an expected hash. `threads`: files hashed at a time, by default one a core, at most 8. `show` is called with a line
     for each fault when it is found. `progress(bytes)` gives a bar for a `with` block, whose update() is called with the
-    bytes of each read. Raises FileNotFoundError, and CheckpointError if `manifest` is no manifest.
+    bytes of each read. Raises FileNotFoundError, CheckpointError if `manifest` is no manifest, and UsageError for an
+    argument of a wrong type.
     """
-    folder = Path(path)
+    folder, manifest = path_argument("path", path), None if manifest is None else path_argument("manifest", manifest)
+    threads = min(8, os.cpu_count() or 1) if threads is None else whole_number("threads", threads, 1, 1024)
+    if config is not None and not isinstance(config, Config):
+        raise UsageError(f"config is {shown_value(config)}: a Config is needed, as read_config returns it")
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such model folder")
     if manifest is not None and not every and not os.path.lexists(manifest):
         raise FileNotFoundError(f"{manifest}: no such manifest")
-    manifest = manifest_path(folder) if manifest is None else Path(manifest)
+    manifest = manifest or manifest_path(folder)
     result = Verified(str(path), sorted(name for name in os.listdir(folder) if _SHARD_FILE.fullmatch(name)))
     result.files = result.shards + [name for name in SMALL if (folder / name).is_file()]
     _check_structure(result, folder, config, check)
@@ -635,7 +643,7 @@ def verify(path: str | Path, config: Config | None = None, check: Callable[[Conf
         show(line)
     result.unknown = [name for name in result.files if not expected[name]]
     comparison = Comparison(result, folder, expected, log)
-    _compare_all(comparison, every, threads or min(8, os.cpu_count() or 1), show, progress)
+    _compare_all(comparison, every, threads, show, progress)
     if not result.damaged:
         log.remove()
     result.not_kept = log.failure
