@@ -404,7 +404,7 @@ def test_as_many_slots_as_the_layout_says(store, monkeypatch, slots, readers, wh
     memory = ExpertLayout(tuple(range(LAYERS)), Buffers(slots, nbytes), readers, whole)
     experts = Experts(memory, store.extents, Files())
     assert taken == [nbytes] * slots
-    capacities = [experts.layer(L).cache.capacity for L in range(LAYERS)]
+    capacities = [experts.layer(L).kept.cache.capacity for L in range(LAYERS)]
     assert sum(capacities) == (max(0, slots - readers) if whole else 0) and max(capacities) - min(capacities) <= 1
     if slots:
         for L in (0, 1, 0):
