@@ -443,7 +443,8 @@ def free_dropped_models() -> None:
                 with contextlib.suppress(RuntimeError):  # a function that still runs
                     frame.clear()
         error = error.__context__
-    gc.collect()
+    if OPEN:
+        gc.collect()
     return_freed_memory()
     trim_freed_memory()
 
