@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from k3lib.fileio import MAX_READ, CheckpointError, Fingerprint, fingerprint
+from k3lib.fileio import MAX_READ, CheckpointError, Fingerprint, fingerprint, given_path
 from k3lib.header import ARRAY_DTYPES, ITEMSIZE, Extent
 from k3lib.system import forget_pages, has_direct, keep_uncached, open_read, pread, zero_pages
 
@@ -51,7 +51,7 @@ class File:
 
     def __init__(self, path: str, known: Fingerprint | None = None):
         self._opened: list[int] = []  # all descriptors, open until close(); first, because __del__ needs it
-        self.path, self._known, self._lock = path, known, threading.Lock()
+        self.path, self._known, self._lock = str(given_path("path", path)), known, threading.Lock()
         self.descriptor: tuple[int, bool]
         self.access: str
         if not has_direct():

@@ -19,7 +19,7 @@ import numpy as np
 from k3lib.parallel import CORES
 from k3lib.matmul import NotFinite, bf16_to_float32
 from k3lib.system import peak_bytes, read_call_bytes, return_freed_memory, trim_freed_memory
-from k3lib.fileio import CheckpointError, UsageError
+from k3lib.fileio import CheckpointError, UsageError, given_path
 from k3lib.config import Config, is_synthetic, read_config
 from k3lib.tensors import (
     EMBED, check_tensors, expert_name, forward_order, layer_of, part_of, used_entries,
@@ -411,8 +411,9 @@ class Source(NamedTuple):
 def open_source(path: str | os.PathLike, trunk: str | os.PathLike | None) -> Source:
     """Read and check a checkpoint's config, headers and vocabulary, and a packed trunk's headers in folder `trunk`.
 
-    Raises ConfigError, CheckpointError, TokenizerError and FileNotFoundError.
+    Raises ConfigError, CheckpointError, TokenizerError, FileNotFoundError, and UsageError for what is no path.
     """
+    path, trunk = given_path("path", path), None if trunk is None else given_path("trunk", trunk)
     config, checkpoint = read_config(path), Checkpoint(path)
     check_tensors(config, checkpoint)
     read_from = checkpoint if trunk is None else Packed(checkpoint, forward_order(config), trunk)

@@ -34,6 +34,32 @@ class CheckpointError(K3Error):
     exit_code = 4
 
 
+def shown_value(value: object) -> str:
+    "A value as text for an error message: one line of at most 120 characters."
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def wrong_argument(name: str, value: object, expected: str) -> UsageError:
+    "The error for the argument `name`: what was given, what is expected."
+    return UsageError(f"{name} is {shown_value(value)}, expected {expected}")
+
+
+def given_path(name: str, value: str | os.PathLike[str]) -> Path:
+    """The argument `name`, a path, as an absolute Path. Links in it are not followed.
+
+    Raises UsageError if it is no path, is empty, holds a NUL, or is relative to a folder that was removed.
+    """
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise wrong_argument(name, value, "a path: text that is not empty, or an os.PathLike")
+    try:
+        return Path(path).absolute()
+    except OSError as error:  # there is no name of the current folder
+        raise wrong_argument(name, path, f"an absolute path, because the current folder has no path "
+                                         f"({error.strerror})") from None
+
+
 MAX_READ = 1 << 26  # bytes asked of one call: far below the systems' 2 GiB, so that Python handles signals soon
 
 
@@ -93,12 +119,6 @@ def small_file(path: str | os.PathLike[str], most: int, error: type[Exception]) 
 
 
 DEPTH_MAX = 16  # lists and objects inside one another: a header has 3, a config 6
-
-
-def shown_value(value: object) -> str:
-    "A value from a file as text for an error message: one line of at most 120 characters."
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
 
 
 def _is_deep(tree: dict) -> bool:
@@ -169,9 +189,10 @@ def whole_file(
     """writing() for a `with` block, to a file that is complete and on the disk before it gets the name `path`.
 
     `check(part)`, if given, is called with the path of the complete file before it gets its name. If the block or
-    `check` raises, the old file at `path` stays as it was and the new one is removed.
+    `check` raises, the old file at `path` stays as it was and the new one is removed. Raises UsageError if `path` is no
+    path.
     """
-    path = Path(path)
+    path = given_path("path", path)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with writing(part) as file:
@@ -187,6 +208,7 @@ def whole_file(
 
 
 __all__ = [
-    "K3Error", "UsageError", "CheckpointError", "MAX_READ", "read_exactly", "open_shard", "small_file", "DEPTH_MAX",
-    "shown_value", "json_object", "Fingerprint", "fingerprint", "writing", "whole_file",
+    "K3Error", "UsageError", "CheckpointError", "shown_value", "wrong_argument", "given_path", "MAX_READ",
+    "read_exactly", "open_shard", "small_file", "DEPTH_MAX", "json_object", "Fingerprint", "fingerprint", "writing",
+    "whole_file",
 ]

@@ -8,12 +8,11 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
-from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from k3lib.checkpoint import Checkpoint
 from k3lib.disk import Files, page_buffer, page_padded
-from k3lib.fileio import CheckpointError, writing
+from k3lib.fileio import CheckpointError, given_path, writing
 from k3lib.header import Extent, header_bytes
 from k3lib.system import data_runs, sync_folder
 from k3lib.tensors import layer_of
@@ -130,8 +129,10 @@ def pack(checkpoint: Checkpoint, names: Iterable[str], folder: str | os.PathLike
     Holes stay holes. A file gets its name only when it is on the disk and equal to the checkpoint. So a run that was
     interrupted can be repeated: files that have their names are compared, not written. progress(nbytes) is called for
     each tensor done. Raises CheckpointError if the tensors of a layer do not lie side by side, if a file is of another
-    checkpoint, or if the folder holds other safetensors files; OSError if the disk is full.
+    checkpoint, or if the folder holds other safetensors files; OSError if the disk is full; UsageError if `folder` is
+    no path.
     """
+    folder = given_path("folder", folder)
     for layer, why in checkpoint.contiguity().broken_layers.items():
         raise CheckpointError(f"{checkpoint.path}: layer {layer} is not in one piece: {why}; it can be streamed, "
                               "but not packed")
@@ -157,7 +158,7 @@ class Packed:
     """
 
     def __init__(self, checkpoint: Checkpoint, names: Iterable[str], folder: str | os.PathLike):
-        self.checkpoint, self.packed = checkpoint, Checkpoint(Path(folder))
+        self.checkpoint, self.packed = checkpoint, Checkpoint(folder)
         self.fingerprints = checkpoint.fingerprints | self.packed.fingerprints
         files = Files(self.fingerprints)
         try:

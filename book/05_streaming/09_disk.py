@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from k3lib.fileio import MAX_READ, CheckpointError, Fingerprint, fingerprint
+from k3lib.fileio import MAX_READ, CheckpointError, Fingerprint, fingerprint, given_path
 from k3lib.header import ARRAY_DTYPES, ITEMSIZE, Extent
 from k3lib.system import forget_pages, has_direct, keep_uncached, open_read, pread, zero_pages
 
@@ -128,7 +128,8 @@ print(f"memory grows by {with_map - before:.0f} MB for the mapped file, by {with
 #
 # A shard that is written to, replaced or cut off during a run would mix two models in one answer. So a file must have
 # the fingerprint (5.2.4) of the file whose header was read. It is compared when the file is opened, and by `check`
-# after each forward pass.
+# after each forward pass. `check` looks at the path again, so the path is absolute: it leads to the same file after the
+# program has changed its folder.
 #
 # A file that is dropped closes its descriptors. A read refers to its file until it has ended, so none is under way
 # then.
@@ -144,7 +145,7 @@ class File:
 
     def __init__(self, path: str, known: Fingerprint | None = None):
         self._opened: list[int] = []  # all descriptors, open until close(); first, because __del__ needs it
-        self.path, self._known, self._lock = path, known, threading.Lock()
+        self.path, self._known, self._lock = str(given_path("path", path)), known, threading.Lock()
         self.descriptor: tuple[int, bool]
         self.access: str
         if not has_direct():

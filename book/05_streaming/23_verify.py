@@ -81,7 +81,7 @@ from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from k3lib.system import expect_sequential, forget_pages
-from k3lib.fileio import CheckpointError, open_shard, read_exactly
+from k3lib.fileio import CheckpointError, given_path, open_shard, read_exactly
 from k3lib.config import Config
 from k3lib.tensors import families
 from k3lib.header import ITEMSIZE, parse_header, read_header
@@ -621,12 +621,13 @@ def verify(path: str | Path, config: Config | None = None, check: Callable[[Conf
     for each fault when it is found. `progress(bytes)` gives a bar for a `with` block, whose update() is called with the
     bytes of each read. Raises FileNotFoundError, and CheckpointError if `manifest` is no manifest.
     """
-    folder = Path(path)
+    folder = given_path("path", path)
+    manifest = None if manifest is None else given_path("manifest", manifest)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such model folder")
     if manifest is not None and not every and not os.path.lexists(manifest):
         raise FileNotFoundError(f"{manifest}: no such manifest")
-    manifest = manifest_path(folder) if manifest is None else Path(manifest)
+    manifest = manifest_path(folder) if manifest is None else manifest
     result = Verified(str(path), sorted(name for name in os.listdir(folder) if _SHARD_FILE.fullmatch(name)))
     result.files = result.shards + [name for name in SMALL if (folder / name).is_file()]
     _check_structure(result, folder, config, check)
