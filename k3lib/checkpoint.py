@@ -6,13 +6,14 @@ Made from book/05_streaming/07_checkpoint.py: edit that, then run `make export`.
 import os
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Self
 
 import numpy as np
 
 from k3lib.census import Census, Contiguity, census, contiguity
-from k3lib.fileio import CheckpointError, Fingerprint, fingerprint, open_shard, read_exactly, shown_value
+from k3lib.fileio import (
+    CheckpointError, Fingerprint, fingerprint, given_path, open_shard, read_exactly, shown_value,
+)
 from k3lib.header import ARRAY_DTYPES, Extent, TensorIndex, braced_object, read_header, tensor_fault
 from k3lib.system import allow_open_files
 from k3lib.tensors import EXPERT_TENSORS, join_name, split_name
@@ -134,7 +135,7 @@ class Checkpoint:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._files: list = []
-        self.path = Path(path)
+        self.path = given_path("path", path)
         self.index = TensorIndex()
         self.fingerprints: dict[str, Fingerprint] = {}  # of each file whose header was read
         try:

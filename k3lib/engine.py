@@ -5,16 +5,21 @@ Made from book/05_streaming/22_engine.py: edit that, then run `make export`.
 
 import contextlib
 import dataclasses
+import gc
 import os
+import sys
 import threading
 import time
+import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 import numpy as np
 from k3lib.parallel import CORES
 from k3lib.matmul import NotFinite, bf16_to_float32
-from k3lib.system import peak_bytes, read_call_bytes, return_freed_memory
-from k3lib.fileio import CheckpointError, UsageError
+from k3lib.system import peak_bytes, read_call_bytes, return_freed_memory, trim_freed_memory
+from k3lib.fileio import CheckpointError, UsageError, given_path
 from k3lib.config import Config, is_synthetic, read_config
 from k3lib.tensors import (
     EMBED, check_tensors, expert_name, forward_order, layer_of, part_of, used_entries,
@@ -26,7 +31,7 @@ from k3lib.disk import Files, MAX_READERS
 from k3lib.trunk import Trunk
 from k3lib.experts import Experts
 from k3lib.memory import parse_size, shown_size, whole_number
-from k3lib.plan import Plan, make_plan
+from k3lib.plan import Plan, PlanError, make_plan
 from k3lib.pack import Packed
 from k3lib.state import load_sequence, model_fingerprint, save_sequence
 from k3lib.tokenizer import Tokenizer, open_tokenizer
@@ -114,6 +119,9 @@ def _by_part(bytes_read):
     return ", ".join(f"{part} {shown_size(n)}" for part, n in bytes_read.items())
 
 
+OPEN: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # {id: engine} of the engines that are not closed
+
+
 class Engine:
     """A model that decodes under its plan, and the one sequence that it reads. Made by `load`.
 
@@ -138,8 +146,10 @@ class Engine:
         self._moves = 0  # calls that may have changed the sequence
         self._fingerprint: str | None = None
         check_vectors(self.config, trunk, files)
-        self.model = Model(self.config, self._embedding, trunk.weight, experts, threads)
+        row = partial(embedding_row, files, self._extent(EMBED))  # a method would refer to the engine
+        self.model = Model(self.config, row, trunk.weight, experts, threads)
         self.sequence = Sequence(self.config, self.context)
+        OPEN[id(self)] = self
 
     @contextlib.contextmanager
     def _exclusive(self):
@@ -298,6 +308,7 @@ class Engine:
         if os.getpid() != self._process:
             return
         self._closed = True
+        OPEN.pop(id(self), None)
         self.experts.close()
         self.trunk.close()
         self.files.close()
@@ -324,14 +335,6 @@ class Engine:
             expert_requests=self.experts.requests, expert_hits=self.experts.hits, files=files.access(),
             asked_bytes=files.bytes_transferred, kernel_bytes=from_kernel,
             read_bytes_per_second=sum(files.bytes_read.values()) / seconds if seconds else 0.0)
-
-    def _embedding(self, i):
-        "Row i of the embedding, float32 [H]. Raises CheckpointError for a number that is not finite."
-        extent = self._extent(EMBED)
-        row = bf16_to_float32(self.files.array(extent, part_of(EMBED), i, 1)[0])
-        if not np.isfinite(row).all():
-            raise CheckpointError(not_finite_in(self.files, extent, EMBED, i, i + 1))
-        return row
 
     def _cause(self, error):
         "One line on a NotFinite: the damaged number in the rows it names, or the tensor where an activation overflows."
@@ -382,6 +385,14 @@ def check_vectors(config: Config, trunk: Trunk, files: Files) -> None:
             raise CheckpointError(not_finite_in(files, extent, name, 0, extent.shape[0]))
 
 
+def embedding_row(files: Files, extent: Extent, i: int) -> np.ndarray:
+    "Row i of the embedding at `extent`, float32 [H]. Raises CheckpointError for a number that is not finite."
+    row = bf16_to_float32(files.array(extent, part_of(EMBED), i, 1)[0])
+    if not np.isfinite(row).all():
+        raise CheckpointError(not_finite_in(files, extent, EMBED, i, i + 1))
+    return row
+
+
 class Source(NamedTuple):
     "What is known of a model from config, headers and vocabulary, before any weight is read."
     path: str
@@ -400,8 +411,9 @@ class Source(NamedTuple):
 def open_source(path: str | os.PathLike, trunk: str | os.PathLike | None) -> Source:
     """Read and check a checkpoint's config, headers and vocabulary, and a packed trunk's headers in folder `trunk`.
 
-    Raises ConfigError, CheckpointError, TokenizerError and FileNotFoundError.
+    Raises ConfigError, CheckpointError, TokenizerError, FileNotFoundError, and UsageError for what is no path.
     """
+    path, trunk = given_path("path", path), None if trunk is None else given_path("trunk", trunk)
     config, checkpoint = read_config(path), Checkpoint(path)
     check_tensors(config, checkpoint)
     read_from = checkpoint if trunk is None else Packed(checkpoint, forward_order(config), trunk)
@@ -423,6 +435,28 @@ def start(source: Source, plan: Plan, threads: int, progress: Callable[[int], ob
         return engine
 
 
+def free_dropped_models() -> None:
+    "Free the models that nobody uses any more, and give their memory back to the system."
+    error = getattr(sys, "last_value", None)  # what an interactive session keeps of the last error that it showed
+    while isinstance(error, BaseException):
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_globals.get("__name__", "").startswith("k3lib."):
+                with contextlib.suppress(RuntimeError):  # a function that still runs
+                    frame.clear()
+        error = error.__context__
+    if OPEN:
+        gc.collect()
+    return_freed_memory()
+    trim_freed_memory()
+
+
+def still_open() -> str:
+    "For a message: which models are open in this process, and what to do about it; '' if none is."
+    engines = [engine for reference in OPEN.valuerefs() if (engine := reference()) is not None]
+    folders = sorted(engine.source.path for engine in engines if engine._process == os.getpid())
+    return f"; part of that are models that are still open, {', '.join(folders)}: close() them first" if folders else ""
+
+
 def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLike | None = None,
          threads: int | None = None, *, context: int = 1024, prompt_tokens: int | None = None,
          readers: int | None = None, on_plan: Callable[[Plan], object] | None = None,
@@ -430,9 +464,10 @@ def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLi
     """An Engine that decodes the checkpoint in folder `path`.
 
     `ram`: the most memory that this process may hold, in bytes or as text ("8GB", "1GiB"). The memory that the process
-    already holds is part of it, that of other models included. Two loads at the same time do not see each other's
-    plans. `context`: positions for which there is room. `prompt_tokens`: the longest prompt, if known; a prefill chunk
-    is never longer. `trunk`: a folder that `k3 pack` has filled from this checkpoint; the trunk is read from there.
+    already holds is part of it, that of other models included. Models that nobody refers to are freed before. Two loads
+    at the same time do not see each other's plans. `context`: positions for which there is room. `prompt_tokens`: the
+    longest prompt, if known; a prefill chunk is never longer. `trunk`: a folder that `k3 pack` has filled from this
+    checkpoint; the trunk is read from there.
 
     `threads`: threads of arithmetic, all cores if None. `readers`: threads that read, never fewer than `threads`;
     `k3 plan --measure` says how many the device can use. `on_plan(plan)` is called before anything large is allocated,
@@ -440,21 +475,24 @@ def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLi
 
     Raises ConfigError, CheckpointError, TokenizerError, PlanError, UsageError and FileNotFoundError.
     """
-    return_freed_memory()
+    free_dropped_models()
     budget = parse_size(ram)
     threads = CORES if threads is None else whole_number("threads", threads, 1, CORES)
     readers = None if readers is None else whole_number("readers", readers, 1, MAX_READERS)
     prompt_tokens = None if prompt_tokens is None else whole_number("prompt_tokens", prompt_tokens, 1, 1 << 30)
     context = whole_number("context", context, 1, 1 << 30)
     source = open_source(path, trunk)
-    plan = make_plan(source.config, source.checkpoint, budget, context, trunk=source.trunk, prompt_tokens=prompt_tokens,
-                     threads=threads, readers=readers)
+    try:
+        plan = make_plan(source.config, source.checkpoint, budget, context, trunk=source.trunk,
+                         prompt_tokens=prompt_tokens, threads=threads, readers=readers)
+    except PlanError as error:
+        raise PlanError(error.least, f"{error}{still_open()}") from None
     if on_plan is not None:
         on_plan(plan)
     return start(source, plan, threads, progress)
 
 
 __all__ = [
-    "Step", "Report", "Engine", "check_vocabulary", "not_finite_in", "check_vectors", "Source", "open_source",
-    "start", "load",
+    "Step", "Report", "OPEN", "Engine", "check_vocabulary", "not_finite_in", "check_vectors", "embedding_row",
+    "Source", "open_source", "start", "free_dropped_models", "still_open", "load",
 ]

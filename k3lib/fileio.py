@@ -36,17 +36,29 @@ class CheckpointError(K3Error):
 
 
 def shown_value(value: object) -> str:
-    "A value from a file or a caller as text for an error message: one line of at most 120 characters."
-    text = repr(value).replace("\n", " ")
+    "A value as text for an error message: one line of at most 120 characters."
+    text = repr(value)
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def path_argument(name: str, value: object) -> Path:
-    "`value` as a Path. Raises UsageError, which says `name`, unless it is a str or an os.PathLike[str] and not empty."
-    path = value.__fspath__() if isinstance(value, os.PathLike) else value
+def wrong_argument(name: str, value: object, expected: str) -> UsageError:
+    "The error for the argument `name`: what was given, what is expected."
+    return UsageError(f"{name} is {shown_value(value)}, expected {expected}")
+
+
+def given_path(name: str, value: str | os.PathLike[str]) -> Path:
+    """The argument `name`, a path, as an absolute Path. Links in it are not followed.
+
+    Raises UsageError if it is no path, is empty, holds a NUL, or is relative to a folder that was removed.
+    """
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(path, str) or not path or "\0" in path:
-        raise UsageError(f"{name} is {shown_value(value)}: a path is needed, a str or an os.PathLike of one")
-    return Path(path)
+        raise wrong_argument(name, value, "a path: text that is not empty, or an os.PathLike")
+    try:
+        return Path(path).absolute()
+    except OSError as error:  # there is no name of the current folder
+        raise wrong_argument(name, path, f"an absolute path, because the current folder has no path "
+                                         f"({error.strerror})") from None
 
 
 MAX_READ = 1 << 26  # bytes asked of one call: far below the systems' 2 GiB, so that Python handles signals soon
@@ -178,9 +190,10 @@ def whole_file(
     """writing() for a `with` block, to a file that is complete and on the disk before it gets the name `path`.
 
     `check(part)`, if given, is called with the path of the complete file before it gets its name. If the block or
-    `check` raises, the old file at `path` stays as it was and the new one is removed.
+    `check` raises, the old file at `path` stays as it was and the new one is removed. Raises UsageError if `path` is no
+    path.
     """
-    path = Path(path)
+    path = given_path("path", path)
     part = path.with_name(f".{path.name[:40]}.{uuid.uuid4().hex}.part")  # two threads may write `path` at once
     try:
         with writing(part) as file:
@@ -196,6 +209,7 @@ def whole_file(
 
 
 __all__ = [
-    "K3Error", "UsageError", "CheckpointError", "shown_value", "path_argument", "MAX_READ", "read_exactly",
-    "open_shard", "small_file", "DEPTH_MAX", "json_object", "Fingerprint", "fingerprint", "writing", "whole_file",
+    "K3Error", "UsageError", "CheckpointError", "shown_value", "wrong_argument", "given_path", "MAX_READ",
+    "read_exactly", "open_shard", "small_file", "DEPTH_MAX", "json_object", "Fingerprint", "fingerprint", "writing",
+    "whole_file",
 ]

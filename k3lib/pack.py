@@ -16,7 +16,7 @@ from typing import BinaryIO, NamedTuple
 
 from k3lib.checkpoint import Checkpoint
 from k3lib.disk import Files, page_buffer, page_padded
-from k3lib.fileio import CheckpointError, UsageError, path_argument, shown_value, writing
+from k3lib.fileio import CheckpointError, UsageError, given_path, shown_value, writing
 from k3lib.header import Extent, header_bytes
 from k3lib.system import data_runs, lock_file, sync_folder
 from k3lib.tensors import is_matrix, layer_of
@@ -205,7 +205,7 @@ def pack(checkpoint: Checkpoint, names: Iterable[str], folder: str | os.PathLike
     tensors of a layer do not lie side by side, if a file is of another checkpoint, or if the folder holds other
     safetensors files; OSError if the disk is full; UsageError for an argument of a wrong type.
     """
-    folder, names = path_argument("folder", folder), checked_names(names)
+    folder, names = given_path("folder", folder), checked_names(names)
     if not isinstance(checkpoint, Checkpoint):
         raise UsageError(f"checkpoint is {shown_value(checkpoint)}: a Checkpoint is needed")
     for layer, why in checkpoint.contiguity().broken_layers.items():
@@ -237,7 +237,7 @@ class Packed:
     """
 
     def __init__(self, checkpoint: Checkpoint, names: Iterable[str], folder: str | os.PathLike):
-        self.checkpoint, self.packed = checkpoint, Checkpoint(path_argument("folder", folder))
+        self.checkpoint, self.packed = checkpoint, Checkpoint(given_path("folder", folder))
         self.fingerprints = checkpoint.fingerprints | self.packed.fingerprints
         files = Files(self.fingerprints)
         try:
@@ -273,7 +273,7 @@ def verify_packed(checkpoint: Checkpoint, names: Iterable[str], folder: str | os
     meanwhile.
     """
     wrong: dict[str, str] = {}
-    folder, names = path_argument("folder", folder), checked_names(names)
+    folder, names = given_path("folder", folder), checked_names(names)
     with Checkpoint(folder) as packed:
         if os.path.samefile(folder, checkpoint.path):
             raise UsageError(f"{folder}: is the checkpoint itself, expected the folder of its packed trunk")

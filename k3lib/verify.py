@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from k3lib.system import expect_sequential, forget_pages
-from k3lib.fileio import CheckpointError, UsageError, open_shard, path_argument, read_exactly, shown_value
+from k3lib.fileio import CheckpointError, UsageError, given_path, open_shard, read_exactly, shown_value
 from k3lib.config import Config
 from k3lib.tensors import families
 from k3lib.header import ITEMSIZE, parse_header, read_header
@@ -440,7 +440,7 @@ def verify(path: str | Path, config: Config | None = None, check: Callable[[Conf
     bytes of each read. Raises FileNotFoundError, CheckpointError if `manifest` is no manifest, and UsageError for an
     argument of a wrong type.
     """
-    folder, manifest = path_argument("path", path), None if manifest is None else path_argument("manifest", manifest)
+    folder, manifest = given_path("path", path), None if manifest is None else given_path("manifest", manifest)
     threads = min(8, os.cpu_count() or 1) if threads is None else whole_number("threads", threads, 1, 1024)
     if config is not None and not isinstance(config, Config):
         raise UsageError(f"config is {shown_value(config)}: a Config is needed, as read_config returns it")

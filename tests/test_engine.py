@@ -236,7 +236,7 @@ def test_a_closed_model_says_so_and_gives_its_memory_back():
     with k3lib.load(MODEL, "1GB", context=8) as model:
         list(model.generate(IDS[:2], 2))
         held = [weakref.ref(model.trunk.weight("language_model.model.norm.weight")),
-                weakref.ref(model.experts.layer(1).slots[0])]
+                weakref.ref(model.experts.layer(1).kept.slots[0])]
         assert all(ref() is not None for ref in held)
     assert all(ref() is None for ref in held)
     for call in (lambda: model.step(1), lambda: list(model.generate([1], 1)), model.reset):

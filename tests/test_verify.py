@@ -462,9 +462,9 @@ def test_ctrl_c_ends_it_soon_and_keeps_what_is_done(model):
 
 
 @pytest.mark.parametrize("call, words", [
-    (lambda model: verify(5), "path is 5: a path is needed"),
-    (lambda model: verify(""), "path is '': a path is needed"),
-    (lambda model: verify(model, manifest=3), "manifest is 3: a path is needed"),
+    (lambda model: verify(5), "path is 5, expected a path"),
+    (lambda model: verify(""), "path is '', expected a path"),
+    (lambda model: verify(model, manifest=3), "manifest is 3, expected a path"),
     (lambda model: verify(model, "config.json"), "config is 'config.json': a Config is needed"),
     (lambda model: verify(model, threads=0), "threads is 0: a whole number from 1"),
     (lambda model: verify(model, threads="x"), "threads is 'x': a whole number from 1"),

@@ -58,23 +58,48 @@ class CheckpointError(K3Error):
 
 
 # %% [markdown]
-# A message shows what was found, in one line. A path that a program hands over is checked before it is used: Python
-# would take a number for an open descriptor, and an empty path for the current folder.
+# An argument of a wrong type must not get far: `open(5)` opens whatever has the descriptor 5. So public functions
+# refuse it by name, and say what they expected.
+#
+# A path is made absolute where it enters. Files are opened hours after that, and by then a program may have changed its
+# current folder: a relative path would lead to another file or to none. Links in a path are not followed here. The
+# files of a hub's cache are links, whose own names say which shard they are.
 
 # %% tags=["export"]
 def shown_value(value: object) -> str:
-    "A value from a file or a caller as text for an error message: one line of at most 120 characters."
-    text = repr(value).replace("\n", " ")
+    "A value as text for an error message: one line of at most 120 characters."
+    text = repr(value)
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def path_argument(name: str, value: object) -> Path:
-    "`value` as a Path. Raises UsageError, which says `name`, unless it is a str or an os.PathLike[str] and not empty."
-    path = value.__fspath__() if isinstance(value, os.PathLike) else value
-    if not isinstance(path, str) or not path or "\0" in path:
-        raise UsageError(f"{name} is {shown_value(value)}: a path is needed, a str or an os.PathLike of one")
-    return Path(path)
+def wrong_argument(name: str, value: object, expected: str) -> UsageError:
+    "The error for the argument `name`: what was given, what is expected."
+    return UsageError(f"{name} is {shown_value(value)}, expected {expected}")
 
+
+def given_path(name: str, value: str | os.PathLike[str]) -> Path:
+    """The argument `name`, a path, as an absolute Path. Links in it are not followed.
+
+    Raises UsageError if it is no path, is empty, holds a NUL, or is relative to a folder that was removed.
+    """
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise wrong_argument(name, value, "a path: text that is not empty, or an os.PathLike")
+    try:
+        return Path(path).absolute()
+    except OSError as error:  # there is no name of the current folder
+        raise wrong_argument(name, path, f"an absolute path, because the current folder has no path "
+                                         f"({error.strerror})") from None
+
+
+# %%
+assert given_path("path", "model") == Path.cwd() / "model"
+for value in 5, None, b"model", "":
+    try:
+        given_path("path", value)
+        raise AssertionError("accepted")
+    except UsageError as error:
+        print(error)
 
 # %% [markdown]
 # ## 5.2.2 Bytes from a file
@@ -280,9 +305,10 @@ def whole_file(
     """writing() for a `with` block, to a file that is complete and on the disk before it gets the name `path`.
 
     `check(part)`, if given, is called with the path of the complete file before it gets its name. If the block or
-    `check` raises, the old file at `path` stays as it was and the new one is removed.
+    `check` raises, the old file at `path` stays as it was and the new one is removed. Raises UsageError if `path` is no
+    path.
     """
-    path = Path(path)
+    path = given_path("path", path)
     part = path.with_name(f".{path.name[:40]}.{uuid.uuid4().hex}.part")  # two threads may write `path` at once
     try:
         with writing(part) as file:

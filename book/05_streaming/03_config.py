@@ -45,10 +45,9 @@ import json
 import os
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from k3lib.fileio import UsageError, json_object, small_file
+from k3lib.fileio import UsageError, given_path, json_object, small_file
 
 
 # %% tags=["export"]
@@ -413,9 +412,9 @@ def read_config(model_dir: str | os.PathLike[str]) -> Config:
     """The Config in model_dir/config.json.
 
     Raises FileNotFoundError if the folder or the file does not exist, ConfigError with every missing field and every
-    refused value in one line.
+    refused value in one line, UsageError if `model_dir` is no path.
     """
-    folder = Path(model_dir)
+    folder = given_path("model_dir", model_dir)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such model folder")
     path = folder / "config.json"
@@ -446,7 +445,7 @@ def read_config(model_dir: str | os.PathLike[str]) -> Config:
 # %% tags=["export"]
 def is_synthetic(model_dir: str | os.PathLike[str]) -> bool:
     "True if the folder's config.json says that `k3 synth` made its weights."
-    return "synthetic" in load_json(Path(model_dir) / "config.json")
+    return "synthetic" in load_json(given_path("model_dir", model_dir) / "config.json")
 
 
 # %% [markdown]

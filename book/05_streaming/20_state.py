@@ -49,7 +49,7 @@ from collections.abc import Iterable, Iterator
 from io import FileIO
 from pathlib import Path
 import numpy as np
-from k3lib.fileio import CheckpointError, UsageError, open_shard, path_argument, read_exactly, whole_file
+from k3lib.fileio import CheckpointError, UsageError, given_path, open_shard, read_exactly, whole_file
 from k3lib.config import Config
 from k3lib.header import Extent, header_bytes
 from k3lib.model import Sequence
@@ -120,7 +120,7 @@ def save_sequence(file: str | os.PathLike, sequence: Sequence, model: str) -> No
 
     Raises OSError, and UsageError if `file` is no path.
     """
-    path = path_argument("file", file)
+    path = given_path("file", file)
     arrays = saved_arrays(sequence, sequence.position)
     contents: list[bytes | memoryview] = [state_header(arrays), *(array.reshape(-1).data for _, array in arrays)]
     digest = hashlib.sha256(about_bytes(model, sequence.position))
@@ -149,7 +149,7 @@ def load_sequence(file: str | os.PathLike, sequence: Sequence, model: str) -> No
     model or version; UsageError for a `file` that is no path, or more positions than the context. After an error the
     sequence is unchanged, unless the second of two readings failed: then it is incomplete and must be reset.
     """
-    path = path_argument("file", file)
+    path = given_path("file", file)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}, expected a saved state")
     with open_shard(path) as source:

@@ -34,16 +34,21 @@ EXPECTED = json.loads((ORACLE / "expected.json").read_text())
 # %% tags=["export"]
 import contextlib
 import dataclasses
+import gc
 import os
+import sys
 import threading
 import time
+import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 import numpy as np
 from k3lib.parallel import CORES
 from k3lib.matmul import NotFinite, bf16_to_float32
-from k3lib.system import peak_bytes, read_call_bytes, return_freed_memory
-from k3lib.fileio import CheckpointError, UsageError
+from k3lib.system import peak_bytes, read_call_bytes, return_freed_memory, trim_freed_memory
+from k3lib.fileio import CheckpointError, UsageError, given_path
 from k3lib.config import Config, is_synthetic, read_config
 from k3lib.tensors import (
     EMBED, check_tensors, expert_name, forward_order, layer_of, part_of, used_entries,
@@ -55,7 +60,7 @@ from k3lib.disk import Files, MAX_READERS
 from k3lib.trunk import Trunk
 from k3lib.experts import Experts
 from k3lib.memory import parse_size, shown_size, whole_number
-from k3lib.plan import Plan, make_plan
+from k3lib.plan import Plan, PlanError, make_plan
 from k3lib.pack import Packed
 from k3lib.state import load_sequence, model_fingerprint, save_sequence
 from k3lib.tokenizer import Tokenizer, open_tokenizer
@@ -161,9 +166,13 @@ class Report(Report):
 # ## 5.22.2 The engine
 #
 # `Engine` is what `load` returns. It owns one sequence and composes the rest: it asks `Model` for a forward pass, and
-# `Trunk`, `Experts` and `Files` for weights and for what was read.
+# `Trunk`, `Experts` and `Files` for weights and for what was read. None of these refers to the engine. So when the last
+# reference to an engine goes, all of them are freed at once: memory, descriptors and readers (5.11.3).
 
 # %% tags=["export"]
+OPEN: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # {id: engine} of the engines that are not closed
+
+
 class Engine:
     """A model that decodes under its plan, and the one sequence that it reads. Made by `load`.
 
@@ -188,8 +197,10 @@ class Engine:
         self._moves = 0  # calls that may have changed the sequence
         self._fingerprint: str | None = None
         check_vectors(self.config, trunk, files)
-        self.model = Model(self.config, self._embedding, trunk.weight, experts, threads)
+        row = partial(embedding_row, files, self._extent(EMBED))  # a method would refer to the engine
+        self.model = Model(self.config, row, trunk.weight, experts, threads)
         self.sequence = Sequence(self.config, self.context)
+        OPEN[id(self)] = self
 
 
 # %% [markdown]
@@ -397,7 +408,9 @@ class Engine(Engine):
 
 
 # %% [markdown]
-# Closing ends the readers and gives the weights' memory back. The report can still be asked for.
+# Closing ends the readers and gives the weights' memory back. The report can still be asked for. An engine that is
+# dropped without closing gives back the same. But a notebook may refer to it in ways that are easily forgotten: another
+# variable, `Out`, a suspended `generate`.
 
 # %% tags=["export"]
 class Engine(Engine):
@@ -409,6 +422,7 @@ class Engine(Engine):
         if os.getpid() != self._process:
             return
         self._closed = True
+        OPEN.pop(id(self), None)
         self.experts.close()
         self.trunk.close()
         self.files.close()
@@ -478,15 +492,15 @@ def check_vectors(config: Config, trunk: Trunk, files: Files) -> None:
 
 
 # %% tags=["export"]
-class Engine(Engine):
-    def _embedding(self, i):
-        "Row i of the embedding, float32 [H]. Raises CheckpointError for a number that is not finite."
-        extent = self._extent(EMBED)
-        row = bf16_to_float32(self.files.array(extent, part_of(EMBED), i, 1)[0])
-        if not np.isfinite(row).all():
-            raise CheckpointError(not_finite_in(self.files, extent, EMBED, i, i + 1))
-        return row
+def embedding_row(files: Files, extent: Extent, i: int) -> np.ndarray:
+    "Row i of the embedding at `extent`, float32 [H]. Raises CheckpointError for a number that is not finite."
+    row = bf16_to_float32(files.array(extent, part_of(EMBED), i, 1)[0])
+    if not np.isfinite(row).all():
+        raise CheckpointError(not_finite_in(files, extent, EMBED, i, i + 1))
+    return row
 
+
+class Engine(Engine):
     def _cause(self, error):
         "One line on a NotFinite: the damaged number in the rows it names, or the tensor where an activation overflows."
         name, L = error.tensor, layer_of(error.tensor)
@@ -534,8 +548,9 @@ class Source(NamedTuple):
 def open_source(path: str | os.PathLike, trunk: str | os.PathLike | None) -> Source:
     """Read and check a checkpoint's config, headers and vocabulary, and a packed trunk's headers in folder `trunk`.
 
-    Raises ConfigError, CheckpointError, TokenizerError and FileNotFoundError.
+    Raises ConfigError, CheckpointError, TokenizerError, FileNotFoundError, and UsageError for what is no path.
     """
+    path, trunk = given_path("path", path), None if trunk is None else given_path("trunk", trunk)
     config, checkpoint = read_config(path), Checkpoint(path)
     check_tensors(config, checkpoint)
     read_from = checkpoint if trunk is None else Packed(checkpoint, forward_order(config), trunk)
@@ -563,6 +578,36 @@ def start(source: Source, plan: Plan, threads: int, progress: Callable[[int], ob
 
 
 # %% [markdown]
+# What this process holds already is part of the budget. So what nobody uses any more is freed before the plan is made.
+# An engine in a cycle of references, as `on_layer` may make one, waits for the garbage collector. An interactive
+# session keeps the last error and, with it, all variables of the functions that the error came through, the engine
+# among them; those of this package are cleared. An engine that is still bound to a name is in use, even if a notebook
+# cell is about to give the name another value. If the budget is too small because of it, the message says so.
+
+# %% tags=["export"]
+def free_dropped_models() -> None:
+    "Free the models that nobody uses any more, and give their memory back to the system."
+    error = getattr(sys, "last_value", None)  # what an interactive session keeps of the last error that it showed
+    while isinstance(error, BaseException):
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_globals.get("__name__", "").startswith("k3lib."):
+                with contextlib.suppress(RuntimeError):  # a function that still runs
+                    frame.clear()
+        error = error.__context__
+    if OPEN:
+        gc.collect()
+    return_freed_memory()
+    trim_freed_memory()
+
+
+def still_open() -> str:
+    "For a message: which models are open in this process, and what to do about it; '' if none is."
+    engines = [engine for reference in OPEN.valuerefs() if (engine := reference()) is not None]
+    folders = sorted(engine.source.path for engine in engines if engine._process == os.getpid())
+    return f"; part of that are models that are still open, {', '.join(folders)}: close() them first" if folders else ""
+
+
+# %% [markdown]
 # `load` is the whole way from a folder to an engine: arguments, headers, plan, weights.
 
 # %% tags=["export"]
@@ -573,9 +618,10 @@ def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLi
     """An Engine that decodes the checkpoint in folder `path`.
 
     `ram`: the most memory that this process may hold, in bytes or as text ("8GB", "1GiB"). The memory that the process
-    already holds is part of it, that of other models included. Two loads at the same time do not see each other's
-    plans. `context`: positions for which there is room. `prompt_tokens`: the longest prompt, if known; a prefill chunk
-    is never longer. `trunk`: a folder that `k3 pack` has filled from this checkpoint; the trunk is read from there.
+    already holds is part of it, that of other models included. Models that nobody refers to are freed before. Two loads
+    at the same time do not see each other's plans. `context`: positions for which there is room. `prompt_tokens`: the
+    longest prompt, if known; a prefill chunk is never longer. `trunk`: a folder that `k3 pack` has filled from this
+    checkpoint; the trunk is read from there.
 
     `threads`: threads of arithmetic, all cores if None. `readers`: threads that read, never fewer than `threads`;
     `k3 plan --measure` says how many the device can use. `on_plan(plan)` is called before anything large is allocated,
@@ -583,15 +629,18 @@ def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLi
 
     Raises ConfigError, CheckpointError, TokenizerError, PlanError, UsageError and FileNotFoundError.
     """
-    return_freed_memory()
+    free_dropped_models()
     budget = parse_size(ram)
     threads = CORES if threads is None else whole_number("threads", threads, 1, CORES)
     readers = None if readers is None else whole_number("readers", readers, 1, MAX_READERS)
     prompt_tokens = None if prompt_tokens is None else whole_number("prompt_tokens", prompt_tokens, 1, 1 << 30)
     context = whole_number("context", context, 1, 1 << 30)
     source = open_source(path, trunk)
-    plan = make_plan(source.config, source.checkpoint, budget, context, trunk=source.trunk, prompt_tokens=prompt_tokens,
-                     threads=threads, readers=readers)
+    try:
+        plan = make_plan(source.config, source.checkpoint, budget, context, trunk=source.trunk,
+                         prompt_tokens=prompt_tokens, threads=threads, readers=readers)
+    except PlanError as error:
+        raise PlanError(error.least, f"{error}{still_open()}") from None
     if on_plan is not None:
         on_plan(plan)
     return start(source, plan, threads, progress)

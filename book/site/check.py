@@ -1,4 +1,4 @@
-"""Try the built site in headless Chromium, opened as file://: python book/site/check.py out/site [folder for screenshots]
+"""Try the built site in headless Chromium, opened as file://: python book/site/check.py out/site [screenshot folder]
 
 Exit code 1 with a list if a page logs a warning or an error, asks another host for anything, has a formula that is not
 typeset, an image without text or without content, or a link to a page or a place that does not exist; if it is wider
