@@ -22,8 +22,8 @@ NBVAL := --nbval --nbval-sanitize-with tests/nbval.cfg --nbval-kernel-name pytho
 
 decode: .venv/ready
 	mkdir -p out
-	$(PY) -m papermill --log-level WARNING --no-progress-bar book/05_streaming/25_decode.ipynb out/25_decode.ipynb
-	$(PY) book/show_run.py out/25_decode.ipynb
+	$(PY) -m papermill --log-level WARNING --no-progress-bar book/05_streaming/28_decode.ipynb out/28_decode.ipynb
+	$(PY) book/show_run.py out/28_decode.ipynb
 
 test: .venv/ready check
 	$(PYTEST) $(NBVAL) tests book

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from k3lib.fileio import UsageError, json_object, small_file
+from k3lib.fileio import MissingFile, UsageError, json_object, small_file
 
 
 class ConfigError(UsageError):
@@ -274,7 +274,7 @@ def read_config(model_dir: str | os.PathLike[str]) -> Config:
     """
     folder = Path(model_dir)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such model folder")
+        raise MissingFile(f"{folder}: no such model folder")
     path = folder / "config.json"
     r = Reading(load_json(path))
     r.fixed("model_type", "kimi_k3")

@@ -28,10 +28,36 @@ class UsageError(K3Error, ValueError):
     exit_code = 2
 
 
+class MissingFile(K3Error, FileNotFoundError):
+    "A file or folder that was named and does not exist. One line: its path, and what was expected there."
+
+    exit_code = 2
+
+
 class CheckpointError(K3Error):
     "Weights that are missing, truncated or damaged. One line: file, tensor, what was found, what was expected."
 
     exit_code = 4
+
+
+def shown_value(value: object) -> str:
+    "A value from a file or a caller as text for an error message: one line of at most 120 characters."
+    text = repr(value).replace("\n", " ")
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def path_argument(name: str, value: object) -> Path:
+    "`value` as a Path. Raises UsageError, which says `name`, unless it is a str or an os.PathLike[str] and not empty."
+    path = value.__fspath__() if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise UsageError(f"{name} is {shown_value(value)}: a path is needed, a str or an os.PathLike of one")
+    return Path(path)
+
+
+def function_argument(name: str, value: object) -> None:
+    "Raise UsageError, which says `name`, for a value that is neither None nor a function."
+    if value is not None and not callable(value):
+        raise UsageError(f"{name} is {shown_value(value)}: a function is needed")
 
 
 MAX_READ = 1 << 26  # bytes asked of one call: far below the systems' 2 GiB, so that Python handles signals soon
@@ -78,7 +104,7 @@ def open_shard(path: str | os.PathLike[str]) -> FileIO:
 def small_file(path: str | os.PathLike[str], most: int, error: type[Exception]) -> bytes:
     """All bytes of a file that has 1 to `most` of them. The size is checked before the first byte is read.
 
-    Raises FileNotFoundError if the file does not exist, `error` if it has another size or cannot be read.
+    Raises MissingFile if the file does not exist, `error` if it has another size or cannot be read.
     """
     try:
         with _open(path) as file:
@@ -87,18 +113,12 @@ def small_file(path: str | os.PathLike[str], most: int, error: type[Exception]) 
                 raise error(f"{path}: {size:,} bytes, expected 1 to {most:,}")
             return file.read()
     except FileNotFoundError as fault:
-        raise FileNotFoundError(f"{path}: {fault.strerror}") from None
+        raise MissingFile(f"{path}: {fault.strerror}") from None
     except OSError as fault:
         raise error(f"{path}: cannot be read: {fault.strerror}") from None
 
 
 DEPTH_MAX = 16  # lists and objects inside one another: a header has 3, a config 6
-
-
-def shown_value(value: object) -> str:
-    "A value from a file as text for an error message: one line of at most 120 characters."
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
 
 
 def _is_deep(tree: dict) -> bool:
@@ -187,6 +207,7 @@ def whole_file(
 
 
 __all__ = [
-    "K3Error", "UsageError", "CheckpointError", "MAX_READ", "read_exactly", "open_shard", "small_file", "DEPTH_MAX",
-    "shown_value", "json_object", "Fingerprint", "fingerprint", "writing", "whole_file",
+    "K3Error", "UsageError", "MissingFile", "CheckpointError", "shown_value", "path_argument", "function_argument",
+    "MAX_READ", "read_exactly", "open_shard", "small_file", "DEPTH_MAX", "json_object", "Fingerprint",
+    "fingerprint", "writing", "whole_file",
 ]

@@ -2,6 +2,7 @@
 
 Nothing hangs, nothing half-written stays.
 """
+import json
 import os
 import signal
 import subprocess
@@ -67,7 +68,15 @@ def test_any_moment_of_a_decode(tmp_path, tmp_path_factory, monkeypatch):
         error = stopped(run, number)
         if run.returncode > 0:
             assert error.startswith(f"k3 decode: {'interrupted' if number == signal.SIGINT else 'terminated'}"), error
-    assert not list(tmp_path.iterdir())
+        made = sorted(path.name for path in tmp_path.iterdir())
+        assert made in ([], ["r.json"], ["l.npy", "r.json"]), made  # a step is counted before its logits are saved
+        assert made == [path.name for path in sorted(tmp_path.iterdir()) if f"{path} holds" in error], error
+        if made:
+            report = json.loads((tmp_path / "r.json").read_text())
+            rows = np.load(tmp_path / "l.npy").argmax(1).tolist() if made[0] == "l.npy" else []
+            assert not report["finished"] and report["ids"][:len(rows)] == rows and len(report["ids"]) <= len(rows) + 1
+        for path in tmp_path.iterdir():
+            path.unlink()
 
 
 MOMENTS = """
@@ -265,7 +274,7 @@ def test_fork_and_spawn(tmp_path):
     early, theirs, closed, late, spawned, alone = run.stdout.splitlines()
     ids = alone.split("] ")[0] + "]"
     assert early == str((ids, 0)) and alone == f"{ids} {ids}" and spawned == f"{ids} None"
-    assert "RuntimeError: this model belongs to process" in theirs and closed == str(("None", 0))
+    assert "EngineError: this model belongs to process" in theirs and closed == str(("None", 0))
     assert late == str((ids, 0))  # threads do not survive a fork: a child's begin anew
 
 

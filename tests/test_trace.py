@@ -75,12 +75,14 @@ def test_a_run_is_recorded_and_replayed(tmp_path):
     assert len(passes) == 6 and [layer for layer, _ in passes[0]] == list(range(1, 13))
     assert all(len(ids) == 4 for layer, ids in passes[-1])
     run = k3("trace", "--replay", file)
-    assert run.returncode == 0 and run.stdout.strip() == replay_text(passes), run.stderr
+    table, released = run.stdout.strip().rsplit("\n", 1)
+    assert run.returncode == 0 and table == replay_text(passes), run.stderr
+    assert released == "GB: with experts of 17.5 MB, as in the released model; name MODEL for another"
     of_this_model = k3("trace", MODEL, "--replay", file)
     assert of_this_model.returncode == 0 and of_this_model.stdout != run.stdout
     small = sum(x.nbytes for x in k3lib.Checkpoint(MODEL).expert(1, 0).values())
     assert of_this_model.stdout.strip() == replay_text(passes, small)
-    assert len(run.stdout.splitlines()) == 3 + len(CAPACITIES)
+    assert len(run.stdout.splitlines()) == 4 + len(CAPACITIES)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run.trace"]
 
 

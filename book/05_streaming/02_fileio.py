@@ -30,12 +30,13 @@ folder = Path(scratch.name)
 
 
 # %% [markdown]
-# ## 5.2.1 Three kinds of error
+# ## 5.2.1 Kinds of error
 #
 # The user of the engine must know what to repair: the command, the download, or neither. So each class of error carries
 # the exit code of the command line: 2 for a request that cannot be served, 4 for weights that are missing or damaged, 1
 # for anything else. Later chapters derive classes of their own from these. A `UsageError` is also a `ValueError`, which
-# is what Python raises for a bad argument.
+# is what Python raises for a bad argument. A `MissingFile` is also a `FileNotFoundError`. So a program can catch all
+# that this package explains as `K3Error`, and a missing file as it would anywhere else.
 
 # %% tags=["export"]
 class K3Error(Exception):
@@ -50,11 +51,50 @@ class UsageError(K3Error, ValueError):
     exit_code = 2
 
 
+class MissingFile(K3Error, FileNotFoundError):
+    "A file or folder that was named and does not exist. One line: its path, and what was expected there."
+
+    exit_code = 2
+
+
 class CheckpointError(K3Error):
     "Weights that are missing, truncated or damaged. One line: file, tensor, what was found, what was expected."
 
     exit_code = 4
 
+
+# %% [markdown]
+# A message shows what was found, in one line. A path that a program hands over is checked before it is used: Python
+# would take a number for an open descriptor, and an empty path for the current folder.
+
+# %% tags=["export"]
+def shown_value(value: object) -> str:
+    "A value from a file or a caller as text for an error message: one line of at most 120 characters."
+    text = repr(value).replace("\n", " ")
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def path_argument(name: str, value: object) -> Path:
+    "`value` as a Path. Raises UsageError, which says `name`, unless it is a str or an os.PathLike[str] and not empty."
+    path = value.__fspath__() if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise UsageError(f"{name} is {shown_value(value)}: a path is needed, a str or an os.PathLike of one")
+    return Path(path)
+
+
+def function_argument(name: str, value: object) -> None:
+    "Raise UsageError, which says `name`, for a value that is neither None nor a function."
+    if value is not None and not callable(value):
+        raise UsageError(f"{name} is {shown_value(value)}: a function is needed")
+
+
+# %%
+for wrong in 5, None, b"model", "":
+    try:
+        path_argument("file", wrong)
+        raise AssertionError("accepted")
+    except UsageError as error:
+        print(error)
 
 # %% [markdown]
 # ## 5.2.2 Bytes from a file
@@ -114,7 +154,7 @@ def open_shard(path: str | os.PathLike[str]) -> FileIO:
 def small_file(path: str | os.PathLike[str], most: int, error: type[Exception]) -> bytes:
     """All bytes of a file that has 1 to `most` of them. The size is checked before the first byte is read.
 
-    Raises FileNotFoundError if the file does not exist, `error` if it has another size or cannot be read.
+    Raises MissingFile if the file does not exist, `error` if it has another size or cannot be read.
     """
     try:
         with _open(path) as file:
@@ -123,7 +163,7 @@ def small_file(path: str | os.PathLike[str], most: int, error: type[Exception]) 
                 raise error(f"{path}: {size:,} bytes, expected 1 to {most:,}")
             return file.read()
     except FileNotFoundError as fault:
-        raise FileNotFoundError(f"{path}: {fault.strerror}") from None
+        raise MissingFile(f"{path}: {fault.strerror}") from None
     except OSError as fault:
         raise error(f"{path}: cannot be read: {fault.strerror}") from None
 
@@ -153,12 +193,6 @@ with open_shard(folder / "three") as file:
 
 # %% tags=["export"]
 DEPTH_MAX = 16  # lists and objects inside one another: a header has 3, a config 6
-
-
-def shown_value(value: object) -> str:
-    "A value from a file as text for an error message: one line of at most 120 characters."
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
 
 
 def _is_deep(tree: dict) -> bool:

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import numpy as np
 
-from k3lib.fileio import UsageError
+from k3lib.fileio import MissingFile, UsageError
 
 # %% [markdown]
 # ## 5.14.1 Pairs of numbers
@@ -76,11 +76,11 @@ assert len(packed_trace(first_pass)) == 32
 def read_trace(path: str | PathLike) -> list[Pass]:
     """The passes of a trace file, each a list of (layer, experts), in the order of the requests.
 
-    Raises FileNotFoundError if there is no such file. Raises TraceError if the file ends too early, if an expert's
+    Raises MissingFile if there is no such file. Raises TraceError if the file ends too early, if an expert's
     number is too large, or if a pass has other layers than the first.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"{path}: {'is a folder' if Path(path).is_dir() else 'no such file'}")
+        raise MissingFile(f"{path}: {'is a folder' if Path(path).is_dir() else 'no such file'}")
     data = Path(path).read_bytes()
     if not data or len(data) % 8:
         raise TraceError(f"{path}: ends at byte {len(data)}, but a trace is whole requests of 8 bytes, at least one")
