@@ -7,8 +7,8 @@ import sys
 
 def run() -> int:
     "The exit code of the command on the command line. After a signal, this function ends the process with its code."
-    _occupy_closed_outputs()
     try:
+        _occupy_closed_outputs()
         from k3lib.cli import main
 
         code = main()
@@ -26,11 +26,14 @@ def _occupy_closed_outputs():
 
     Otherwise the first file that is opened gets the number 1 or 2, to which C code of libraries writes.
     """
-    with contextlib.suppress(OSError):
-        fd = os.open(os.devnull, os.O_RDWR)
-        while fd <= 2:
-            fd = os.dup(fd)
-        os.close(fd)
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            with open(os.devnull, "r+b", buffering=0) as null:  # has the lowest free number itself
+                other = os.dup(null.fileno())
+            os.dup2(other, number)
+            os.close(other)
 
 
 def _forget_unwritten():
@@ -42,10 +45,8 @@ def _forget_unwritten():
         try:
             output.flush()
         except (OSError, ValueError, AttributeError):
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, output.fileno())
-                os.close(null)
+            with contextlib.suppress(OSError, ValueError, AttributeError), open(os.devnull, "wb") as null:
+                os.dup2(null.fileno(), output.fileno())
 
 
 def _end_at_once(code):

@@ -361,13 +361,30 @@ def _end_late(args, reader):
     number = os.read(reader, 1)[0]
     if number:
         time.sleep(GRACE)
-        end = time.monotonic() + SAVING
-        while time.monotonic() < end and getattr(getattr(args, "results", None), "saving", False):
-            time.sleep(GRACE)
+        kept = _kept(getattr(args, "results", None))
+        line = f"k3 {args.command}: {STOPPING[number]} in the middle of a read or a product that did not end{kept}"
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            line = f"k3 {args.command}: {STOPPING[number]} in the middle of a read or a product that did not end\n"
-            os.write(sys.stderr.fileno(), line.encode())
+            os.write(sys.stderr.fileno(), f"{line}\n".encode(errors="backslashreplace"))
         os._exit(128 + number)
+
+
+def _kept(results):
+    """Wait while the main thread saves `results`. If it does not, save them here. Returns what the files hold.
+
+    A disk that does not answer may hold up either, but not the end of the process.
+    """
+    end = time.monotonic() + SAVING
+    if results is None:
+        return ""
+    if results.saving:
+        while results.saving and time.monotonic() < end:
+            time.sleep(0.1)
+        time.sleep(GRACE)  # in which the main thread ends the process
+    said = []
+    saver = threading.Thread(target=lambda: said.extend(results.keep()), name="k3-saving", daemon=True)
+    saver.start()
+    saver.join(max(0, end - time.monotonic()))
+    return "".join(f"; {line}" for line in said)
 
 
 def _hook_without_lost_signals(hook):
@@ -443,5 +460,15 @@ def _outcome(error, received):
     if isinstance(error, K3Error):
         return error.exit_code, f"{error}{notes}"
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-        return 2, f"{error}{notes}"
+        gone = "; the current folder has been removed" * _folder_is_gone()
+        return 2, f"{error}{gone}{notes}"
     return 1, f"{type(error).__name__}: {error}{notes}"
+
+
+def _folder_is_gone():
+    "Has the current folder been removed? Then what asks for its name fails, and that error names no file."
+    try:
+        os.getcwd()
+        return False
+    except OSError:
+        return True

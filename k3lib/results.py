@@ -3,11 +3,13 @@
 Made from book/05_streaming/26_results.py: edit that, then run `make export`.
 """
 
+import contextlib
 import io
 import itertools
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,8 @@ class GrowingFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path, self.private = Path(path), Path(path)
+        self.path, self.private = Path(path), Path(path).absolute()
+        self._final = self.private  # the program may go to another folder meanwhile
         self.records = self._end = 0
         self._file: io.FileIO | None = None
         self._named = False
@@ -47,7 +50,7 @@ class GrowingFile:
         for n in itertools.count(1):
             if self._file is not None:
                 return self._file
-            self.private = self.path.with_name(f"{self.path.name}.{os.getpid()}{f'-{n}' * (n > 1)}.part")
+            self.private = self._final.with_name(f"{self._final.name}.{os.getpid()}{f'-{n}' * (n > 1)}.part")
             try:
                 self._file = open(self.private, "xb", buffering=0)
             except FileExistsError:
@@ -85,10 +88,10 @@ class GrowingFile:
         if not whole and not self.records:
             self.private.unlink(missing_ok=True)
         elif self.private.exists():
-            os.replace(self.private, self.path)
+            os.replace(self.private, self._final)
         self._named = True
         if whole:
-            sync_folder(self.path.parent)
+            sync_folder(self._final.parent)
 
 
 class RowsFile(GrowingFile):
@@ -176,15 +179,18 @@ def _check_output(path):
 class Results:
     """The files that a run fills: `logits`, `trace` and `report`, each a path or None.
 
-    `saving`: save() or keep() is at work, and the process should not be ended before it has returned.
+    `tree()`, which the run sets, gives the report as write_json takes it, or None as long as there is nothing to
+    report. `saving`: save() or keep() is at work, and the process should not be ended before it has returned.
     """
 
     def __init__(self, logits: str | os.PathLike[str] | None = None, trace: str | os.PathLike[str] | None = None,
                  report: str | os.PathLike[str] | None = None):
         self.logits = None if logits is None else RowsFile(logits)
         self.trace = None if trace is None else TraceFile(trace)
-        self._unwritten = self._report = None if report is None else Path(report)
-        self.saving = False
+        self.report = None if report is None else Path(report)
+        self._unwritten = None if report is None else Path(report).absolute()
+        self.tree: Callable[[], dict[str, Any] | None] = lambda: None
+        self.saving, self._lock = False, threading.RLock()
 
     def row(self, row: np.ndarray) -> None:
         "The logits of a step, float32 [vocab]. Raises OSError."
@@ -201,47 +207,55 @@ class Results:
         if self.trace is not None:
             self.trace.end_pass()
 
-    def save(self, tree: Callable[[], dict[str, Any]]) -> None:
-        "The run has reached its end: name the files, then write the report tree(). Raises OSError."
-        self.saving = True
-        for file in self.logits, self.trace:
-            if file is not None:
-                file.finish(True)
-        self._write_report(tree)
-        self.saving = False
+    def save(self) -> None:
+        "The run has reached its end: name the files, then write the report. Raises OSError."
+        with self._at_work():
+            for file in self.logits, self.trace:
+                if file is not None:
+                    file.finish(True)
+            self._write_report()
 
-    def keep(self, tree: Callable[[], dict[str, Any]] | None) -> list[str]:
-        """The run has failed: name the files that hold something, write the report tree() if it is not None.
-
-        Returns a sentence for each file: what it holds, or why it could not be kept.
-        """
-        self.saving, said = True, []
-        for file, what in (self.logits, "rows"), (self.trace, "forward passes"):
-            if file is None:
-                continue
+    def keep(self) -> list[str]:
+        "The run has failed: name the files that hold something, write the report. Returns a sentence for each file."
+        said = []
+        with self._at_work():
+            for file, what in (self.logits, "rows"), (self.trace, "forward passes"):
+                if file is None:
+                    continue
+                try:
+                    file.finish(False)
+                    said += [f"{file.path} holds {file.records} {what}"] * bool(file.records)
+                except OSError as error:
+                    said.append(f"{file.private} holds {file.records} {what}: {error.strerror}")
             try:
-                file.finish(False)
-                said += [f"{file.path} holds {file.records} {what}"] * bool(file.records)
+                said += [f"{self.report} holds the report"] * self._write_report()
             except OSError as error:
-                said.append(f"{file.private} holds {file.records} {what}: {error.strerror}")
-        try:
-            if tree is not None:
-                self._write_report(tree)
-                said += [f"{self._report} holds the report"] * (self._report is not None)
-        except OSError as error:
-            said.append(str(error))
-        self.saving = False
+                said.append(str(error))
         return said
 
-    def _write_report(self, tree):
-        "Once: what could not be written is not tried again, but what was interrupted is."
-        if self._unwritten is not None:
+    @contextlib.contextmanager
+    def _at_work(self):
+        with self._lock:
+            self.saving = True
             try:
-                write_json(self._unwritten, tree())
+                yield
+            finally:
+                self.saving = False
+
+    def _write_report(self):
+        """Write the report if there is one and it is not written yet. Returns whether it is written.
+
+        What could not be written is not tried again, but what was interrupted is.
+        """
+        tree = None if self._unwritten is None else self.tree()
+        if tree is not None:
+            try:
+                write_json(self._unwritten, tree)
             except OSError:
-                self._report = self._unwritten = None
+                self.report = self._unwritten = None
                 raise
             self._unwritten = None
+        return self.report is not None and self._unwritten is None
 
 
 __all__ = [

@@ -284,3 +284,12 @@ def test_what_cannot_even_be_imported_is_one_line():
     run = subprocess.run([sys.executable, "-m", "k3lib", "decode", MODEL, "--ids", "1"], capture_output=True, text=True,
                          env={**os.environ, "NUMBA_NUM_THREADS": "0"})
     refused(run, 1, "threads")
+
+
+def test_a_current_folder_that_was_removed_is_named(tmp_path):
+    "Python's own error names no file. Where the model's path is absolute, nothing of K3 needs the folder."
+    script = "import os, sys; os.rmdir(os.getcwd()); from k3lib.cli import main; sys.exit(main(sys.argv[1:]))"
+    (tmp_path / "gone").mkdir()
+    run = subprocess.run([sys.executable, "-c", script, "plan", "model"], cwd=tmp_path / "gone", capture_output=True,
+                         text=True)
+    refused(run, 2, "model: no such model folder", "the current folder has been removed")

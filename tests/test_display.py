@@ -215,6 +215,8 @@ def test_a_signal_is_told_by_the_exit_code_where_nobody_listens(number, tmp_path
     run = subprocess.Popen(command, stdout=subprocess.PIPE, env=PLAIN, preexec_fn=lambda: os.close(2))
     while not run.stdout.readline().startswith(b"   2: id "):
         assert run.poll() is None
+    for other in Path(f"/proc/{run.pid}/fd").glob("2"):
+        assert os.readlink(other) == os.devnull, "a file of the run has the number to which libraries write errors"
     run.send_signal(number)
     run.communicate()
     assert run.returncode == 128 + number and json.loads((tmp_path / "r.json").read_text())["finished"] is False

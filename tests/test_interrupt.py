@@ -205,6 +205,38 @@ def test_code_that_never_comes_back_to_python_is_ended():
     assert error == "k3 plan: terminated in the middle of a read or a product that did not end\n", error
 
 
+STUCK = """
+import hashlib, sys
+from k3lib import __main__, display
+
+def stuck(self, text, end="\\n", show=display.Display.__call__):
+    show(self, text, end)
+    if text.startswith("   3: id"):
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+
+display.Display.__call__ = stuck
+sys.exit(__main__.run())
+"""
+
+
+@posix
+def test_what_was_made_is_saved_although_the_main_thread_never_comes_back(tmp_path):
+    (tmp_path / "stuck.py").write_text(STUCK)
+    out = tmp_path / "out"
+    out.mkdir()
+    run = subprocess.Popen([sys.executable, tmp_path / "stuck.py", "decode", MODEL, "--ids", PROMPT, "--max-new-tokens",
+                            "8", "--logits", out / "l.npy", "--json", out / "r.json"], stdout=subprocess.PIPE,
+                           stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
+    while not run.stdout.readline().startswith("   3: id "):
+        assert run.poll() is None, run.stderr.read()
+    error = stopped(run, signal.SIGTERM)
+    words = "terminated in the middle of a read or a product that did not end"
+    assert error == f"k3 decode: {words}; {out / 'l.npy'} holds 3 rows; {out / 'r.json'} holds the report\n"
+    assert sorted(path.name for path in out.iterdir()) == ["l.npy", "r.json"]
+    assert np.load(out / "l.npy").shape == (3, 512)
+    assert json.loads((out / "r.json").read_text())["ids"] == EXPECTED["generated_ids"][:3]
+
+
 # Two at once
 
 

@@ -149,6 +149,35 @@ def test_outputs_are_checked_each_by_name(tmp_path):
     assert not names(tmp_path)
 
 
+def test_relative_names_are_those_of_the_folder_of_the_start(tmp_path, monkeypatch):
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    files = Results("l.npy", "t", "r.json")
+    files.tree = lambda: {"ids": []}
+    files.row(ROWS[0])
+    os.chdir("other")
+    files.row(ROWS[1])
+    files.save()
+    assert names(tmp_path) == ["l.npy", "other", "r.json", "t"] and not names(tmp_path / "other")
+    assert files.keep() == ["l.npy holds 2 rows", "r.json holds the report"]
+
+
+def test_a_report_that_cannot_be_written_is_said_once(tmp_path, monkeypatch):
+    def fails(path, tree):
+        raise OSError(errno.ENOSPC, "r.json: writing at byte 0 failed: No space left on device")
+
+    monkeypatch.setattr(results, "write_json", fails)
+    files = Results(tmp_path / "l.npy", None, tmp_path / "r.json")
+    files.tree = lambda: {"ids": []}
+    files.row(ROWS[0])
+    with pytest.raises(OSError, match="No space left"):
+        files.save()
+    assert files.keep() == [f"{tmp_path / 'l.npy'} holds 1 rows"] and names(tmp_path) == ["l.npy"]
+    files = Results(None, None, tmp_path / "r.json")
+    files.tree = lambda: {"ids": []}
+    assert ["No space left" in line for line in files.keep()] == [True] and files.keep() == []
+
+
 # A run that is interrupted at any moment
 
 def test_an_interrupt_at_any_moment_leaves_files_that_agree(tmp_path_factory):
@@ -158,11 +187,9 @@ def test_an_interrupt_at_any_moment_leaves_files_that_agree(tmp_path_factory):
     """
     def begin():
         folder = tmp_path_factory.mktemp("run")
-        made = []
-        return folder, Results(folder / "l.npy", folder / "t", folder / "r.json"), made
-
-    def tree(made):
-        return {"finished": len(made) == 3, "ids": iter(made)}
+        made, files = [], Results(folder / "l.npy", folder / "t", folder / "r.json")
+        files.tree = lambda: {"finished": len(made) == 3, "ids": iter(made)} if made else None
+        return folder, files, made
 
     def run(thing):
         folder, files, made = thing
@@ -173,9 +200,9 @@ def test_an_interrupt_at_any_moment_leaves_files_that_agree(tmp_path_factory):
                 files.end_pass()
                 made.append(token)
                 files.row(ROWS[token])
-            files.save(lambda: tree(made))
+            files.save()
         except KeyboardInterrupt:
-            thing[1].said = files.keep((lambda: tree(made)) if made else None)
+            files.said = files.keep()
             raise
 
     def check(thing):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import k3lib
 from k3lib.cache_policy import CAPACITIES, replay_text
-from k3lib.trace import TraceError, packed_trace, read_trace, steps_of
+from k3lib.trace import MAX_TRACE_BYTES, TraceError, packed_trace, read_trace, steps_of
 
 LAYERS = 2, 3, 7
 chosen = st.lists(st.integers(0, 895), min_size=1, max_size=5)
@@ -63,6 +63,13 @@ def test_a_damaged_trace_is_refused_with_its_place(tmp_path, data, words):
     with pytest.raises(TraceError) as error:
         read_trace(path)
     refused(k3("trace", "--replay", path), 2, str(error.value), path, *words)
+
+
+def test_a_trace_that_would_not_fit_in_memory_is_refused_unread(tmp_path):
+    path = tmp_path / "long.trace"
+    with open(path, "wb") as file:
+        file.truncate(MAX_TRACE_BYTES + 8)
+    refused(k3("trace", "--replay", path), 2, path, "268,435,464 bytes, expected 268,435,456 at most")
 
 
 # The command

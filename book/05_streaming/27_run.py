@@ -196,10 +196,11 @@ MOST_NAMED = 1000  # ids in an error message: all of them have been shown
 def finish(model: Engine, ids: Sequence[int], max_new_tokens: int, show: Show, results: Results) -> Report:
     "generate(), then save, show the answer and the report. After an error, save what there is, and say so."
     finished = False
+    results.tree = lambda: {"finished": finished, **model.report.tree()} if len(model.steps) else None
     try:
         generate(model, ids, max_new_tokens, show, results)
         finished = True
-        results.save(lambda: {"finished": finished, **model.report.tree()})
+        results.save()
         show_ids(show, "generated ids", (step.token for step in model.steps))
         if model.tokenizer is not None:
             answer = (step.token for step in model.steps if step.token not in model.stop)
@@ -208,8 +209,7 @@ def finish(model: Engine, ids: Sequence[int], max_new_tokens: int, show: Show, r
         show(report.text())
         return report
     except BaseException as error:
-        made = len(model.steps)
-        kept = results.keep((lambda: {"finished": finished, **model.report.tree()}) if made else None)
+        made, kept = len(model.steps), results.keep()
         if not isinstance(error, KeyboardInterrupt):
             for line in kept:
                 error.add_note(line)
