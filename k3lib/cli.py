@@ -453,6 +453,8 @@ def _heeding_signals(display):
 def _outcome(error, received):
     "(exit code, one line) for what ended a command."
     notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    if isinstance(error, FileNotFoundError) and _folder_is_gone():
+        notes = f"; the current folder has been removed{notes}"
     if received or isinstance(error, KeyboardInterrupt):  # an interrupted import may raise any other exception
         number = received[0] if received else signal.SIGINT
         done = f" {error}" if isinstance(error, KeyboardInterrupt) and str(error) else ""
@@ -460,8 +462,7 @@ def _outcome(error, received):
     if isinstance(error, K3Error):
         return error.exit_code, f"{error}{notes}"
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-        gone = "; the current folder has been removed" * _folder_is_gone()
-        return 2, f"{error}{gone}{notes}"
+        return 2, f"{error}{notes}"
     return 1, f"{type(error).__name__}: {error}{notes}"
 
 
