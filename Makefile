@@ -27,7 +27,7 @@ lab: .venv/ready
 
 decode: .venv/ready
 	mkdir -p out
-	$(PY) book/show_run.py book/05_streaming/25_decode.ipynb out/25_decode.ipynb
+	$(PY) book/show_run.py book/05_streaming/28_decode.ipynb out/28_decode.ipynb
 
 test: .venv/ready check
 	$(PYTEST) $(NBVAL) tests book

@@ -12,7 +12,7 @@ import numpy as np
 
 from k3lib.census import Census, Contiguity, census, contiguity
 from k3lib.fileio import (
-    CheckpointError, Fingerprint, fingerprint, given_path, open_shard, read_exactly, shown_value,
+    CheckpointError, Fingerprint, MissingFile, fingerprint, given_path, open_shard, read_exactly, shown_value,
 )
 from k3lib.header import ARRAY_DTYPES, Extent, TensorIndex, braced_object, read_header, tensor_fault
 from k3lib.system import allow_open_files
@@ -29,7 +29,7 @@ def shard_names(folder: str | os.PathLike[str]) -> list[str]:
     """
     if not os.path.isdir(folder):
         what = "a file" if os.path.exists(folder) else "no such folder"
-        raise FileNotFoundError(f"{folder}: {what}, expected a checkpoint's folder")
+        raise MissingFile(f"{folder}: {what}, expected a checkpoint's folder")
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:

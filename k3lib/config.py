@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from k3lib.fileio import UsageError, given_path, json_object, small_file
+from k3lib.fileio import MissingFile, UsageError, given_path, json_object, small_file
 
 
 class ConfigError(UsageError):
@@ -273,7 +273,7 @@ def read_config(model_dir: str | os.PathLike[str]) -> Config:
     """
     folder = given_path("model_dir", model_dir)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such model folder")
+        raise MissingFile(f"{folder}: no such model folder")
     path = folder / "config.json"
     r = Reading(load_json(path))
     r.fixed("model_type", "kimi_k3")

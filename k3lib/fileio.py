@@ -29,6 +29,12 @@ class UsageError(K3Error, ValueError):
     exit_code = 2
 
 
+class MissingFile(K3Error, FileNotFoundError):
+    "A file or folder that was named and does not exist. One line: its path, and what was expected there."
+
+    exit_code = 2
+
+
 class CheckpointError(K3Error):
     "Weights that are missing, truncated or damaged. One line: file, tensor, what was found, what was expected."
 
@@ -37,7 +43,7 @@ class CheckpointError(K3Error):
 
 def shown_value(value: object) -> str:
     "A value as text for an error message: one line of at most 120 characters."
-    text = repr(value)
+    text = repr(value).replace("\n", " ")
     return text if len(text) <= 120 else text[:117] + "..."
 
 
@@ -59,6 +65,12 @@ def given_path(name: str, value: str | os.PathLike[str]) -> Path:
     except OSError as error:  # there is no name of the current folder
         raise wrong_argument(name, path, f"an absolute path, because the current folder has no path "
                                          f"({error.strerror})") from None
+
+
+def function_argument(name: str, value: object) -> None:
+    "Raise UsageError, which says `name`, for a value that is neither None nor a function."
+    if value is not None and not callable(value):
+        raise wrong_argument(name, value, "a function")
 
 
 MAX_READ = 1 << 26  # bytes asked of one call: far below the systems' 2 GiB, so that Python handles signals soon
@@ -105,7 +117,7 @@ def open_shard(path: str | os.PathLike[str]) -> FileIO:
 def small_file(path: str | os.PathLike[str], most: int, error: type[Exception]) -> bytes:
     """All bytes of a file that has 1 to `most` of them. The size is checked before the first byte is read.
 
-    Raises FileNotFoundError if the file does not exist, `error` if it has another size or cannot be read.
+    Raises MissingFile if the file does not exist, `error` if it has another size or cannot be read.
     """
     try:
         with _open(path) as file:
@@ -114,7 +126,7 @@ def small_file(path: str | os.PathLike[str], most: int, error: type[Exception]) 
                 raise error(f"{path}: {size:,} bytes, expected 1 to {most:,}")
             return file.read()
     except FileNotFoundError as fault:
-        raise FileNotFoundError(f"{path}: {fault.strerror}") from None
+        raise MissingFile(f"{path}: {fault.strerror}") from None
     except OSError as fault:
         raise error(f"{path}: cannot be read: {fault.strerror}") from None
 
@@ -209,7 +221,7 @@ def whole_file(
 
 
 __all__ = [
-    "K3Error", "UsageError", "CheckpointError", "shown_value", "wrong_argument", "given_path", "MAX_READ",
-    "read_exactly", "open_shard", "small_file", "DEPTH_MAX", "json_object", "Fingerprint", "fingerprint", "writing",
-    "whole_file",
+    "K3Error", "UsageError", "MissingFile", "CheckpointError", "shown_value", "wrong_argument", "given_path",
+    "function_argument", "MAX_READ", "read_exactly", "open_shard", "small_file", "DEPTH_MAX", "json_object",
+    "Fingerprint", "fingerprint", "writing", "whole_file",
 ]

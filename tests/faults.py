@@ -28,6 +28,7 @@ import common
 from common import MODEL
 
 import k3lib.synth  # noqa: F401 what an error's exit code is may not have to be looked up without the right to read it
+from k3lib.display import Display
 
 INDEX, CONFIG, RANKS, CONTROL = "model.safetensors.index.json", "config.json", "tiktoken.model", "tokenizer_config.json"
 SHARDS = sorted(path.name for path in MODEL.glob("*.safetensors"))
@@ -879,9 +880,10 @@ def report():
     with tempfile.TemporaryDirectory() as folder:
         counts, wrong = run((case for case in cases(args.seed) if args.only in f"{case.group}: {case.what}"),
                             Judge(folder))
+    show = Display(goes_on=False)
     for case, _, why in wrong:
-        print(f"WRONG {case.group}: {case.what}: {why.strip()}")
-    print(table(counts) + f"\n{time.perf_counter() - start:.0f} s, seed {args.seed}")
+        show(f"WRONG {case.group}: {case.what}: {why.strip()}")
+    show(table(counts) + f"\n{time.perf_counter() - start:.0f} s, seed {args.seed}")
     return 1 if wrong else 0
 
 

@@ -22,6 +22,8 @@ import numba
 import numpy as np
 from common import ROOT
 
+from k3lib.display import Display
+
 MEASURED = ROOT / "fixtures" / "measured" / "scale.json"
 GROUP = Path("/sys/fs/cgroup/memory/k3-scale")  # v1; elsewhere the limit on private memory has to do
 IDS = "5,9,17,3,11"
@@ -128,10 +130,10 @@ def with_vocabulary(folder, scratch):
 
 
 class Table:
-    "The rows so far. A row that is no good ends the run."
+    "The rows so far. A row that is no good ends the run; an output that nobody reads does not."
 
     def __init__(self, path, command):
-        self.path = path
+        self.path, self.show = path, Display(goes_on=True)
         about = ("decodes of the synthetic checkpoint of the full released shape, most of which is holes: "
                  "bytes are read at the speed of memory, not of a disk")
         today = datetime.now(UTC).strftime("%Y-%m-%d")
@@ -144,8 +146,8 @@ class Table:
         self.path.write_text(json.dumps(self.tree, indent=1) + "\n", "utf-8", newline="\n")
         later = f"{np.median(steps[1:]):6.1f} s a token" if steps[1:] else " " * 14
         prompt = f"prompt {steps[0]:6.1f} s" if steps else " " * 15
-        print(f"{what:<36} peak {peak / 1e6:6.0f} MB of {planned / 1e6:6.0f} planned, {prompt}, {later}, "
-              f"ids {row['ids']}, {row['memory']}", flush=True)
+        self.show(f"{what:<36} peak {peak / 1e6:6.0f} MB of {planned / 1e6:6.0f} planned, {prompt}, {later}, "
+                  f"ids {row['ids']}, {row['memory']}")
         if peak > most:
             sys.exit(f"{what}: a peak of {peak} bytes, at most {most:.0f} are allowed")
         n = min(len(row["digests"]), len(like["digests"])) if like else 0
@@ -172,7 +174,8 @@ def main():
     lowest = budgets[0]
     if not Path(folder).exists():
         Path(folder).parent.mkdir(exist_ok=True)
-        subprocess.run([sys.executable, "-m", "k3lib", "synth", folder, "--preset", "full"], check=True)
+        command = [sys.executable, "-m", "k3lib", "synth", folder, "--preset", "full"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     options = f"--budgets {args.budgets} --tokens {tokens}" + " --only-budgets" * args.only_budgets
     table = Table(args.json, f"tests/scale.py {options}")
 
@@ -182,11 +185,12 @@ def main():
         table.add(f"{lowest}, nothing compiled yet", decode(folder, lowest, 2, 2)[0], 1.3 * size(lowest))
     first, text = decode(folder, lowest, 2, tokens, limited=True)
     table.add(lowest, first, size(lowest))
-    print(text)
+    table.show(text)
     for ram in budgets[1:]:
         table.add(ram, decode(folder, ram, 2, tokens)[0], size(ram), first)
     if not args.only_budgets:
-        subprocess.run([sys.executable, "-m", "k3lib", "pack", folder, args.trunk], check=True)
+        command = [sys.executable, "-m", "k3lib", "pack", folder, args.trunk]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         for ram, threads, trunk in (lowest, 1, None), (lowest, 2, args.trunk), (budgets[-1], 1, args.trunk):
             what = f"{ram}, {threads} thread{'s' * (threads > 1)}{', packed trunk' if trunk else ''}"
             found, _ = decode(folder, ram, threads, 2, trunk=trunk, limited=True)
@@ -199,9 +203,9 @@ def main():
                 model = with_vocabulary(folder, Path(scratch))
                 found, _ = decode(model, lowest, 2, 2, prompt=("--prompt", "How small can it be?"), limited=True)
                 table.add(f"{lowest}, a prompt of text", found, size(lowest))
-    print(f"the same logits in every row; figures in {args.json}")
     if args.json == MEASURED:
         history.append("scale", table.tree["machine"], table.figures())
+    table.show(f"the same logits in every row; figures in {args.json}")
     if GROUP.exists():
         GROUP.rmdir()
 

@@ -600,13 +600,14 @@ def test_the_hits_of_the_replay(tmp_path, store, slots):
     steps = list(recurring(0.5, 8, layers=3, k=5, experts=12))
     capacity = max(0, slots - readers)
     with running(store, slots, readers) as experts:
-        experts.trace = []
+        requests = []
+        experts.on_request = lambda layer, ids: requests.extend((layer, e) for e in ids)
         caches, expected = LayerCaches(range(3), capacity), 0
         for layer, ids in itertools.chain(*steps):
             consume(experts, store, layer, ids, 2)
             expected += len(caches.request(layer, ids))
             assert experts.hits == expected
-    (tmp_path / "trace").write_bytes(packed_trace(experts.trace))
+    (tmp_path / "trace").write_bytes(packed_trace(requests))
     assert steps_of(read_trace(tmp_path / "trace")) == (steps, 0)
     assert replay(LayerCaches(range(3), capacity), steps) == (experts.hits, experts.requests)
     assert (experts.hits > 0) == (slots > readers)
@@ -616,9 +617,10 @@ def test_a_decoder_has_the_hits_of_the_replay(tmp_path):
     "The embedded model with room for a part of its experts: prompt in one chunk, then steps."
     memory = Buffers(40, expert_slot_bytes([*k3lib.Checkpoint(MODEL).expert(1, 0).values()]))
     with load_with(ExpertLayout(tuple(range(1, 13)), memory, 4, True), MODEL, "1GB", context=16) as model:
-        model.experts.trace = []
+        requests = []
+        model.experts.on_request = lambda layer, ids: requests.extend((layer, e) for e in ids)
         list(model.generate([int(i) for i in PROMPT.split(",")][:3], 8))
-        (tmp_path / "trace").write_bytes(packed_trace(model.experts.trace))
+        (tmp_path / "trace").write_bytes(packed_trace(requests))
         steps, _ = steps_of(read_trace(tmp_path / "trace"))
         assert len(steps) == 8 and [layer for layer, _ in steps[0]] == list(range(1, 13)) and working_set(steps) == 48
         report = model.report

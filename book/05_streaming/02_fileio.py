@@ -31,12 +31,13 @@ folder = Path(scratch.name)
 
 
 # %% [markdown]
-# ## 5.2.1 Three kinds of error
+# ## 5.2.1 Kinds of error
 #
 # The user of the engine must know what to repair: the command, the download, or neither. So each class of error carries
 # the exit code of the command line: 2 for a request that cannot be served, 4 for weights that are missing or damaged, 1
 # for anything else. Later chapters derive classes of their own from these. A `UsageError` is also a `ValueError`, which
-# is what Python raises for a bad argument.
+# is what Python raises for a bad argument. A `MissingFile` is also a `FileNotFoundError`. So a program can catch all
+# that this package explains as `K3Error`, and a missing file as it would anywhere else.
 
 # %% tags=["export"]
 class K3Error(Exception):
@@ -47,6 +48,12 @@ class K3Error(Exception):
 
 class UsageError(K3Error, ValueError):
     "A request that cannot be served: token ids, context, budget, config."
+
+    exit_code = 2
+
+
+class MissingFile(K3Error, FileNotFoundError):
+    "A file or folder that was named and does not exist. One line: its path, and what was expected there."
 
     exit_code = 2
 
@@ -68,7 +75,7 @@ class CheckpointError(K3Error):
 # %% tags=["export"]
 def shown_value(value: object) -> str:
     "A value as text for an error message: one line of at most 120 characters."
-    text = repr(value)
+    text = repr(value).replace("\n", " ")
     return text if len(text) <= 120 else text[:117] + "..."
 
 
@@ -90,6 +97,12 @@ def given_path(name: str, value: str | os.PathLike[str]) -> Path:
     except OSError as error:  # there is no name of the current folder
         raise wrong_argument(name, path, f"an absolute path, because the current folder has no path "
                                          f"({error.strerror})") from None
+
+
+def function_argument(name: str, value: object) -> None:
+    "Raise UsageError, which says `name`, for a value that is neither None nor a function."
+    if value is not None and not callable(value):
+        raise wrong_argument(name, value, "a function")
 
 
 # %%
@@ -159,7 +172,7 @@ def open_shard(path: str | os.PathLike[str]) -> FileIO:
 def small_file(path: str | os.PathLike[str], most: int, error: type[Exception]) -> bytes:
     """All bytes of a file that has 1 to `most` of them. The size is checked before the first byte is read.
 
-    Raises FileNotFoundError if the file does not exist, `error` if it has another size or cannot be read.
+    Raises MissingFile if the file does not exist, `error` if it has another size or cannot be read.
     """
     try:
         with _open(path) as file:
@@ -168,7 +181,7 @@ def small_file(path: str | os.PathLike[str], most: int, error: type[Exception]) 
                 raise error(f"{path}: {size:,} bytes, expected 1 to {most:,}")
             return file.read()
     except FileNotFoundError as fault:
-        raise FileNotFoundError(f"{path}: {fault.strerror}") from None
+        raise MissingFile(f"{path}: {fault.strerror}") from None
     except OSError as fault:
         raise error(f"{path}: cannot be read: {fault.strerror}") from None
 

@@ -404,7 +404,7 @@ class Experts:
 
     extents(layer, e): the six extents of an expert, packed weights and scales of w1, of w2, of w3. All experts have one
     shape. A request takes the place of the one before. `requests`, `hits`: how many experts were requested, and how
-    many of them were cached before their request. `trace`: None, or a list that receives (layer, e) of every request.
+    many of them were cached before their request. `on_request(layer, ids)` is called with every request.
 
     Between calls `_cached` and `_missing` are the hits and the other experts of the last request, and `_answered` says
     whether map() was called for it. A reader sets the `expert` of the RequestedExpert that it works on. The calling
@@ -416,7 +416,7 @@ class Experts:
     def __init__(self, layout: ExpertLayout, extents: Callable[[int, int], list[Extent]], files: Files):
         self.layout, self.extents, self.files = layout, extents, files
         self.requests = self.hits = 0
-        self.trace: list[tuple[int, int]] | None = None
+        self.on_request: Callable[[int, list[int]], object] = lambda layer, ids: None
         self._cached: list[tuple[RequestedExpert, Expert]] = []
         self._missing: list[RequestedExpert] = []
         self._answered = True
@@ -458,8 +458,7 @@ class Experts(Experts):
             self._pool.restart(self._missing)  # reading begins
         self.requests += len(ids)
         self.hits += len(self._cached)
-        if self.trace is not None:
-            self.trace += [(layer.number, e) for e in ids]
+        self.on_request(layer.number, ids)
         self._answered = False
 
     @property

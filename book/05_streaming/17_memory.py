@@ -56,9 +56,10 @@ def whole_number(name: str, value: Any, low: int, high: int) -> int:
     "`value` as an int from `low` to `high`. Raises UsageError, which says `name`, what was found and what is expected."
     try:
         number = int(value)
+        exact = isinstance(value, str) or value == number and not isinstance(value, bool)
     except (TypeError, ValueError, OverflowError):
-        number = None
-    if number is None or isinstance(value, float) and value != number or not low <= number <= high:
+        exact = False
+    if not exact or not low <= number <= high:
         raise UsageError(f"{name} is {shown_value(value)}: a whole number from {low} to {high} is needed")
     return number
 

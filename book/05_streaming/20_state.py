@@ -49,7 +49,9 @@ from collections.abc import Iterable, Iterator
 from io import FileIO
 from pathlib import Path
 import numpy as np
-from k3lib.fileio import CheckpointError, UsageError, given_path, open_shard, read_exactly, whole_file
+from k3lib.fileio import (
+    CheckpointError, MissingFile, UsageError, given_path, open_shard, read_exactly, whole_file,
+)
 from k3lib.config import Config
 from k3lib.header import Extent, header_bytes
 from k3lib.model import Sequence
@@ -145,13 +147,13 @@ def save_sequence(file: str | os.PathLike, sequence: Sequence, model: str) -> No
 def load_sequence(file: str | os.PathLike, sequence: Sequence, model: str) -> None:
     """Replace what `sequence` holds by the state that save_sequence has written to `file`.
 
-    `model`: the model's fingerprint. Raises FileNotFoundError; StateError for a file that is damaged, or of another
+    `model`: the model's fingerprint. Raises MissingFile; StateError for a file that is damaged, or of another
     model or version; UsageError for a `file` that is no path, or more positions than the context. After an error the
     sequence is unchanged, unless the second of two readings failed: then it is incomplete and must be reset.
     """
     path = given_path("file", file)
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}, expected a saved state")
+        raise MissingFile(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}, expected a saved state")
     with open_shard(path) as source:
         try:
             position = check_state(source, path, sequence, model)

@@ -30,6 +30,10 @@ EXPECTED = json.loads((ORACLE / "expected.json").read_text())
 # A report compares what the plan promised with what happened: bytes read by part, cache hits among the experts, seconds
 # of arithmetic and seconds of waiting, the measured peak beside the planned one. It holds the numbers of one moment,
 # and asking for it changes nothing.
+#
+# What is kept of each token must be small, because a run may have a million of them. As Python objects a token's id,
+# its seconds and its bytes by part take 500 bytes. In one growing string of bytes they take 36, and an eighth more for
+# its growth. A step is added in one operation, so Ctrl-C leaves whole steps.
 
 # %% tags=["export"]
 import contextlib
@@ -41,14 +45,16 @@ import threading
 import time
 import traceback
 import weakref
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import NamedTuple
+from itertools import chain, islice
+from typing import Any, NamedTuple
 import numpy as np
 from k3lib.parallel import CORES
 from k3lib.matmul import NotFinite, bf16_to_float32
 from k3lib.system import peak_bytes, read_call_bytes, return_freed_memory, trim_freed_memory
-from k3lib.fileio import CheckpointError, UsageError, given_path
+from k3lib.fileio import CheckpointError, K3Error, UsageError, function_argument, given_path, shown_value
 from k3lib.config import Config, is_synthetic, read_config
 from k3lib.tensors import (
     EMBED, check_tensors, expert_name, forward_order, layer_of, part_of, used_entries,
@@ -63,7 +69,7 @@ from k3lib.memory import parse_size, shown_size, whole_number
 from k3lib.plan import Plan, PlanError, make_plan
 from k3lib.pack import Packed
 from k3lib.state import load_sequence, model_fingerprint, save_sequence
-from k3lib.tokenizer import Tokenizer, open_tokenizer
+from k3lib.tokenizer import Tokenizer, ids_argument, is_whole, open_tokenizer
 
 
 # %% tags=["export"]
@@ -74,6 +80,60 @@ class Step(NamedTuple):
     bytes_read: dict[str, int]
 
 
+# %% tags=["export"]
+class Steps:
+    """A Step for each generated token, in order: `len(steps)`, `steps[n]`, iteration.
+
+    `parts`: the names of the parts of which bytes are counted. Steps are only added. snapshot() shares their memory.
+    """
+
+    def __init__(self, parts: Iterable[str]):
+        self.parts, self._data = tuple(parts), bytearray()
+        self._len: int | None = None  # of a snapshot
+        self._dtype = np.dtype([("token", "<u4"), ("seconds", "<f8"), *((part, "<u8") for part in self.parts)])
+
+    def append(self, step: Step) -> None:
+        "Add the step that has just been made."
+        row = (step.token, step.seconds, *(step.bytes_read[part] for part in self.parts))
+        self._data += np.array(row, self._dtype).tobytes()
+
+    def snapshot(self) -> "Steps":
+        "The steps so far, which later ones are not added to."
+        steps = Steps(self.parts)
+        steps._data, steps._len = self._data, len(self)
+        return steps
+
+    def __len__(self) -> int:
+        return len(self._data) // self._dtype.itemsize if self._len is None else self._len
+
+    def __getitem__(self, n: int) -> Step:
+        n = range(len(self))[n]
+        return next(self._between(n, n + 1))
+
+    def __iter__(self) -> Iterator[Step]:
+        return chain.from_iterable(self._between(n, n + 1024) for n in range(0, len(self), 1024))
+
+    def _between(self, begin, end):
+        size = self._dtype.itemsize
+        rows = np.frombuffer(bytes(self._data[begin * size:min(end, len(self)) * size]), self._dtype)
+        for token, seconds, *nbytes in rows.tolist():
+            yield Step(token, seconds, dict(zip(self.parts, nbytes)))
+
+
+# %%
+few = Steps(["trunk", "experts"])
+for token in range(3):
+    few.append(Step(token, 0.5, {"trunk": 7, "experts": token}))
+before = few.snapshot()
+few.append(Step(9, 0.25, {"trunk": 1 << 40, "experts": 0}))
+print(len(before), len(few), few[-1])
+assert [step.token for step in before] == [0, 1, 2] and few[3].bytes_read["trunk"] == 1 << 40
+
+
+# %% [markdown]
+# The report itself.
+
+# %% tags=["export"]
 @dataclasses.dataclass(frozen=True)
 class Report:
     "What a model has decoded so far, and the time, memory and reading that it took. All times are in seconds."
@@ -82,9 +142,7 @@ class Report:
     threads: int
     plan: Plan
     trunk: str | None  # the folder of a packed trunk, or None
-    ids: list[int]
-    step_seconds: list[float]
-    step_bytes: list[dict[str, int]]  # bytes read in each step, by part
+    steps: Steps
     wall_seconds: float
     io_wait_seconds: float
     peak_rss_bytes: int | None
@@ -101,10 +159,34 @@ class Report:
         "Seconds of all forward passes, less those in which the arithmetic waited for bytes."
         return self.wall_seconds - self.io_wait_seconds
 
-    def as_dict(self) -> dict:
+
+# %% tags=["export"]
+class Report(Report):
+    @property
+    def ids(self) -> list[int]:
+        "The id of each token, in a new list."
+        return [step.token for step in self.steps]
+
+    @property
+    def step_seconds(self) -> list[float]:
+        "The seconds of each step, in a new list."
+        return [step.seconds for step in self.steps]
+
+    @property
+    def step_bytes(self) -> list[dict[str, int]]:
+        "The bytes read in each step, by part, in a new list."
+        return [step.bytes_read for step in self.steps]
+
+    def tree(self) -> dict[str, Any]:
+        "as_dict() with an iterator in the place of each list that has an entry for each token."
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "steps"}
+        return {**fields, "plan": self.plan.as_dict(), "compute_seconds": self.compute_seconds,
+                "ids": (step.token for step in self.steps), "step_seconds": (step.seconds for step in self.steps),
+                "step_bytes": (step.bytes_read for step in self.steps)}
+
+    def as_dict(self) -> dict[str, Any]:
         "Plain data, ready for JSON."
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {**fields, "plan": self.plan.as_dict(), "compute_seconds": self.compute_seconds}
+        return {name: [*value] if isinstance(value, Iterator) else value for name, value in self.tree().items()}
 
 
 # %% [markdown]
@@ -121,12 +203,12 @@ class Report(Report):
         rows = [
             ("model", self.model + " (synthetic weights)" * self.synthetic),
             ("trunk", "read from the model's own files" if self.trunk is None else f"packed in {self.trunk}"),
-            ("tokens", f"{len(self.ids)} new, {self.threads} threads"),
+            ("tokens", f"{len(self.steps)} new, {self.threads} threads"),
             ("seconds a step", self._seconds()),
             ("wall", f"{self.wall_seconds:.2f} s: {self.compute_seconds:.2f} s computing, "
                      f"{self.io_wait_seconds:.2f} s waiting for bytes"),
             ("read", _by_part(self.bytes_read)),
-            ("in the last step", _by_part(self.step_bytes[-1]) if self.step_bytes else "no step yet"),
+            ("in the last step", _by_part(self.steps[-1].bytes_read) if len(self.steps) else "no step yet"),
             ("read calls", self._read_calls()),
             ("experts", f"{self.expert_requests} requested, {self.expert_hits} cache hits"),
             ("files", self._read_modes()),
@@ -142,8 +224,8 @@ class Report(Report):
 # %% tags=["export"]
 class Report(Report):
     def _seconds(self):
-        first = ", ".join(f"{seconds:.3g}" for seconds in self.step_seconds[:6])
-        return first + ", ..." * (len(self.step_seconds) > 6)
+        first = ", ".join(f"{step.seconds:.3g}" for step in islice(self.steps, 6))
+        return first + ", ..." * (len(self.steps) > 6)
 
     def _read_calls(self):
         counted = ("the system keeps no count" if self.kernel_bytes is None
@@ -173,11 +255,15 @@ class Report(Report):
 OPEN: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # {id: engine} of the engines that are not closed
 
 
+class EngineError(K3Error, RuntimeError):
+    "A call that a model cannot serve: it is closed, busy, in another process, or its sequence is incomplete."
+
+
 class Engine:
     """A model that decodes under its plan, and the one sequence that it reads. Made by `load`.
 
     Methods that read or change the sequence run one at a time, in the process that made the engine: a second thread
-    and a forked child get a RuntimeError. After an interrupted pass, all of them but reset() and load_state() raise it.
+    and a forked child get an EngineError. After an interrupted pass, all of them but reset() and load_state() raise it.
 
     `config`, `plan`, `tokenizer` (or None), `stop` (the stop ids, which end a reply). `chunk`: the most tokens of a
     forward pass. `on_layer(L)` is called after every layer of every pass. `steps`: a Step for each generated token.
@@ -191,7 +277,7 @@ class Engine:
         self.chunk, self.context = plan.chunk, plan.context
         self.stop = frozenset(self.config.eos_token_ids) | frozenset(self.tokenizer.stop_ids if self.tokenizer else ())
         self.on_layer: Callable[[int], object] = lambda L: None
-        self.steps: list[Step] = []
+        self.steps = Steps(files.bytes_read)
         self._read_calls_before, self._wall_seconds, self._io_wait_seconds = read_calls_before, 0.0, 0.0
         self._process, self._lock, self._closed = os.getpid(), threading.Lock(), False
         self._moves = 0  # calls that may have changed the sequence
@@ -206,22 +292,22 @@ class Engine:
 # %% [markdown]
 # One caller at a time can change a sequence: with two, some layers would have read tokens that others have not. A
 # forked child has a copy of its parent's memory but none of the reader threads, so the child would wait for them for
-# ever. A second thread and a forked child get a RuntimeError at once. A sequence that an interrupted pass has left
+# ever. A second thread and a forked child get an EngineError at once. A sequence that an interrupted pass has left
 # incomplete (5.8) is refused, too.
 
 # %% tags=["export"]
 class Engine(Engine):
     @contextlib.contextmanager
     def _exclusive(self):
-        "Run one call that uses the sequence. RuntimeError in a forked child, after close(), during another call."
+        "Run one call that uses the sequence. EngineError in a forked child, after close(), during another call."
         if os.getpid() != self._process:
-            raise RuntimeError(f"this model belongs to process {self._process}, and a forked process has none of its "
-                               "readers: load a model here")
+            raise EngineError(f"this model belongs to process {self._process}, and a forked process has none of its "
+                              "readers: load a model here")
         if self._closed:
-            raise RuntimeError("this model is closed: load one")
+            raise EngineError("this model is closed: load one")
         if not self._lock.acquire(blocking=False):
-            raise RuntimeError("another call of this model is under way: one at a time, so load a model for each "
-                               "thread")
+            raise EngineError("another call of this model is under way: one at a time, so load a model for each "
+                              "thread")
         try:
             yield
         finally:
@@ -229,8 +315,8 @@ class Engine(Engine):
 
     def _check_complete(self):
         if not self.sequence.complete:
-            raise RuntimeError("a forward pass was interrupted, so some layers have read tokens that others have not: "
-                               "reset() or load_state() first")
+            raise EngineError("a forward pass was interrupted, so some layers have read tokens that others have not: "
+                              "reset() or load_state() first")
 
 
 # %% [markdown]
@@ -247,25 +333,34 @@ class Engine(Engine):
         "Read one id. Returns logits float32 [vocab]. Raises what forward raises."
         return self.prefill([token])
 
+
+# %% tags=["export"]
+class Engine(Engine):
     def forward(self, ids: Iterable[int] | int, last_only: bool = False, watch: Callable | None = None) -> np.ndarray:
         """Read `ids` after the tokens read so far. Returns logits float32 [T, vocab], or [1, vocab] if `last_only`.
 
         The bits do not depend on `chunk`. `watch(name, layer, value)` is called as Model.forward calls it, a chunk at a
-        time. Raises UsageError for values that are no ids or do not fit the context, CheckpointError for weights that
-        cannot be read or are damaged, and RuntimeError as the class says.
+        time. The plan has room for one row of logits; those of all tokens are memory of the caller. Raises UsageError
+        for values that are no ids or do not fit the context, CheckpointError for weights that cannot be read or are
+        damaged, and EngineError as the class says.
         """
+        function_argument("watch", watch)
+        function_argument("on_layer", self.on_layer)
         with self._exclusive():
             self._moves += 1
             tokens = self._checked(ids)
-            began, waited, rows = time.perf_counter(), self._waited(), []
+            began, waited = time.perf_counter(), self._waited()
+            every = None if last_only else np.empty((len(tokens), self.config.vocab_size), np.float32)
             for first in range(0, len(tokens), self.chunk):
                 chunk = tokens[first:first + self.chunk]
                 wanted = len(chunk) if not last_only else int(first + len(chunk) == len(tokens))
-                rows.append(self._pass(chunk, wanted, watch))
+                rows = self._pass(chunk, wanted, watch)
+                if every is not None:
+                    every[first:first + len(chunk)] = rows
             self.files.check()
             self._wall_seconds += time.perf_counter() - began
             self._io_wait_seconds += self._waited() - waited
-            return rows[-1] if last_only else np.concatenate(rows)
+            return rows if every is None else every
 
 
 # %% [markdown]
@@ -293,24 +388,27 @@ class Engine(Engine):
 
 
 # %% [markdown]
-# Ids come from people and programs: `[304.5]`, `"123"` and `True` are refused before anything is read.
+# Ids come from people and programs: `[304.5]`, `"123"`, `True` and a set, which has no order, are refused before
+# anything is read. They are kept as four bytes each, and are refused as soon as there are more than the context holds.
 
 # %% tags=["export"]
 class Engine(Engine):
     def _checked(self, ids):
-        "The ids as a list of int. Raises UsageError for a value that is no id or does not fit, and RuntimeError."
+        "The ids as an array of uint32. Raises UsageError for a value that is no id or does not fit, and EngineError."
         self._check_complete()
-        ids = list(ids) if isinstance(ids, Iterable) and not isinstance(ids, (str, bytes)) else [ids]
-        if not ids:
+        tokens, room = array("I"), self.context - self.position
+        for i in [ids] if is_whole(ids) else ids_argument("ids", ids):
+            if not is_whole(i):
+                raise UsageError(f"ids holds {shown_value(i)} at place {len(tokens)}: whole numbers are needed")
+            check_vocabulary([i], self.config)
+            if len(tokens) == room:
+                count = len(ids) if hasattr(ids, "__len__") else f"more than {room}"
+                raise UsageError(f"{self.position} + {count} positions do not fit the context of {self.context} "
+                                 "this model was loaded for")
+            tokens.append(i)
+        if not tokens:
             raise UsageError("the prompt is empty: at least one token id is needed")
-        for i in ids:
-            if not isinstance(i, (int, np.integer)) or isinstance(i, bool):
-                raise UsageError(f"{i!r} is not a token id: whole numbers are needed")
-        check_vocabulary(ids, self.config)
-        if self.position + len(ids) > self.context:
-            raise UsageError(f"{self.position} + {len(ids)} positions do not fit the context of {self.context} "
-                             "this model was loaded for")
-        return [int(i) for i in ids]
+        return tokens
 
 
 def check_vocabulary(ids: Iterable[int], config: Config) -> None:
@@ -338,11 +436,17 @@ class Engine(Engine):
 
         The sequence is reset when the first id is asked for. `on_logits` is called with each step's logits, float32
         [vocab]. An engine has one sequence: if another call has changed it since the last token, this generator ends
-        with a RuntimeError. Raises what forward raises.
+        with an EngineError. Raises UsageError for a wrong argument at once, and later what forward raises.
         """
+        function_argument("on_logits", on_logits)
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 30)
+        return self._generated(ids_argument("ids", ids), max_new_tokens, on_logits)
+
+
+# %% tags=["export"]
+class Engine(Engine):
+    def _generated(self, unread, max_new_tokens, on_logits):
         self.reset()
-        unread = ids
         for _ in range(max_new_tokens):
             began, before = time.perf_counter(), dict(self.files.bytes_read)
             logits = self.prefill(unread)
@@ -356,8 +460,8 @@ class Engine(Engine):
             if token in self.stop:
                 return
             if self._moves != moves:
-                raise RuntimeError("the model has begun or read another sequence since the last token: one sequence "
-                                   "at a time")
+                raise EngineError("the model has begun or read another sequence since the last token: one sequence "
+                                  "at a time")
             unread = [token]
 
 
@@ -378,7 +482,8 @@ class Engine(Engine):
             self.sequence.reset()
 
     def save_state(self, file: str | os.PathLike) -> None:
-        "Write the sequence to `file`, whole or not at all: a safetensors file (5.20). Raises OSError."
+        "Write the sequence to `file`, whole or not at all: a safetensors file (5.20). Raises OSError, UsageError."
+        file = given_path("file", file)
         with self._exclusive():
             self._check_complete()
             save_sequence(file, self.sequence, self._model_fingerprint())
@@ -386,13 +491,17 @@ class Engine(Engine):
     def load_state(self, file: str | os.PathLike) -> None:
         """Go on with the sequence that save_state has written to `file`, at any budget, number of threads and context.
 
-        Raises FileNotFoundError; StateError for a file that is damaged, or of another model or version; UsageError if
-        the context is too small. After an error the sequence is unchanged or, as load_sequence says, incomplete.
+        Raises MissingFile; StateError for a file that is damaged, or of another model or version; UsageError if the
+        context is too small. After an error the sequence is unchanged or, as load_sequence says, incomplete.
         """
+        file = given_path("file", file)
         with self._exclusive():
             self._moves += 1
             load_sequence(file, self.sequence, self._model_fingerprint())
 
+
+# %% tags=["export"]
+class Engine(Engine):
     def _model_fingerprint(self):
         "The name of this model in saved states (5.20.2), in hex. The first call reads a row of every matrix."
         if self._fingerprint is None:
@@ -448,9 +557,7 @@ class Engine(Engine):
         return Report(
             model=self.source.path, synthetic=self.source.synthetic, threads=self.threads, plan=self.plan,
             trunk=self.source.trunk_folder,
-            ids=[step.token for step in self.steps], step_seconds=[step.seconds for step in self.steps],
-            step_bytes=[step.bytes_read for step in self.steps],
-            wall_seconds=self._wall_seconds, io_wait_seconds=self._io_wait_seconds,
+            steps=self.steps.snapshot(), wall_seconds=self._wall_seconds, io_wait_seconds=self._io_wait_seconds,
             peak_rss_bytes=peak_bytes(), bytes_read=dict(files.bytes_read),
             expert_requests=self.experts.requests, expert_hits=self.experts.hits, files=files.access(),
             asked_bytes=files.bytes_transferred, kernel_bytes=from_kernel,
@@ -548,7 +655,7 @@ class Source(NamedTuple):
 def open_source(path: str | os.PathLike, trunk: str | os.PathLike | None) -> Source:
     """Read and check a checkpoint's config, headers and vocabulary, and a packed trunk's headers in folder `trunk`.
 
-    Raises ConfigError, CheckpointError, TokenizerError, FileNotFoundError, and UsageError for what is no path.
+    Raises ConfigError, CheckpointError, TokenizerError, MissingFile, and UsageError for what is no path.
     """
     path, trunk = given_path("path", path), None if trunk is None else given_path("trunk", trunk)
     config, checkpoint = read_config(path), Checkpoint(path)
@@ -611,6 +718,17 @@ def still_open() -> str:
 # `load` is the whole way from a folder to an engine: arguments, headers, plan, weights.
 
 # %% tags=["export"]
+def budget_argument(ram: str | int) -> int:
+    "Bytes of the budget `ram`, a whole number or text. Raises UsageError."
+    if not isinstance(ram, str):
+        return whole_number("ram", ram, 1, 1 << 62)
+    try:
+        return parse_size(ram)
+    except UsageError as error:
+        raise UsageError(f"ram: {error}") from None
+
+
+# %% tags=["export"]
 def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLike | None = None,
          threads: int | None = None, *, context: int = 1024, prompt_tokens: int | None = None,
          readers: int | None = None, on_plan: Callable[[Plan], object] | None = None,
@@ -627,10 +745,14 @@ def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLi
     `k3 plan --measure` says how many the device can use. `on_plan(plan)` is called before anything large is allocated,
     `progress(nbytes)` after each tensor that is pinned.
 
-    Raises ConfigError, CheckpointError, TokenizerError, PlanError, UsageError and FileNotFoundError.
+    A path is a str or an os.PathLike of one; bytes are none. Raises ConfigError, CheckpointError, TokenizerError,
+    PlanError, UsageError and MissingFile, each of which is a K3Error.
     """
+    path, trunk = given_path("path", path), None if trunk is None else given_path("trunk", trunk)
+    function_argument("on_plan", on_plan)
+    function_argument("progress", progress)
     free_dropped_models()
-    budget = parse_size(ram)
+    budget = budget_argument(ram)
     threads = CORES if threads is None else whole_number("threads", threads, 1, CORES)
     readers = None if readers is None else whole_number("readers", readers, 1, MAX_READERS)
     prompt_tokens = None if prompt_tokens is None else whole_number("prompt_tokens", prompt_tokens, 1, 1 << 30)

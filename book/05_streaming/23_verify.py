@@ -81,7 +81,9 @@ from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from k3lib.system import expect_sequential, forget_pages
-from k3lib.fileio import CheckpointError, UsageError, given_path, open_shard, read_exactly, shown_value
+from k3lib.fileio import (
+    CheckpointError, MissingFile, UsageError, given_path, open_shard, read_exactly, shown_value,
+)
 from k3lib.config import Config
 from k3lib.tensors import families
 from k3lib.header import ITEMSIZE, parse_header, read_header
@@ -199,7 +201,7 @@ def read_manifest(path: str | Path) -> dict[str, str]:
     Raises FileNotFoundError if there is no such file, CheckpointError if it is no manifest.
     """
     if not os.path.lexists(path):
-        raise FileNotFoundError(f"{path}: no such manifest")
+        raise MissingFile(f"{path}: no such manifest")
     with open_shard(path) as file:
         text = bytearray(min(os.fstat(file.fileno()).st_size, MANIFEST_MAX + 1))
         read_exactly(file, text, 0, path)
@@ -631,9 +633,9 @@ def verify(path: str | Path, config: Config | None = None, check: Callable[[Conf
     if config is not None and not isinstance(config, Config):
         raise UsageError(f"config is {shown_value(config)}: a Config is needed, as read_config returns it")
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such model folder")
+        raise MissingFile(f"{folder}: no such model folder")
     if manifest is not None and not every and not os.path.lexists(manifest):
-        raise FileNotFoundError(f"{manifest}: no such manifest")
+        raise MissingFile(f"{manifest}: no such manifest")
     manifest = manifest or manifest_path(folder)
     result = Verified(str(path), sorted(name for name in os.listdir(folder) if _SHARD_FILE.fullmatch(name)))
     result.files = result.shards + [name for name in SMALL if (folder / name).is_file()]

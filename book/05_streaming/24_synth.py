@@ -10,7 +10,7 @@
 #
 # [5.23 Whether every byte is the one that was published](23_verify.ipynb) ·
 # [contents](../README.md) ·
-# [5.25 The dial: one model, any budget](25_decode.ipynb)
+# [5.25 Showing must not cost the result](25_display.ipynb)
 
 # %%
 import tempfile
@@ -91,7 +91,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 import numpy as np
 from k3lib.system import disk_bytes
-from k3lib.fileio import UsageError, given_path, shown_value, writing
+from k3lib.fileio import MissingFile, UsageError, given_path, shown_value, writing
 from k3lib.config import FIXED, INTEGERS, REALS, Config, ConfigError, read_config
 from k3lib.tensors import Place, Tensor, global_tensors, layer_tensors, place_of
 from k3lib.header import ITEMSIZE, header_bytes
@@ -780,7 +780,7 @@ def prepare(folder: str | os.PathLike) -> Path:
     """
     folder = given_path("folder", folder).resolve()
     if not folder.parent.is_dir():
-        raise FileNotFoundError(f"{folder.parent}: no such folder to make {folder.name} in")
+        raise MissingFile(f"{folder.parent}: no such folder to make {folder.name} in")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         fault = "exists and is not empty" if folder.is_dir() else "is a file"
         raise SynthError(f"{folder}: {fault}, expected a new or an empty folder")
@@ -1043,4 +1043,4 @@ scratch.cleanup()
 #    it were layer 92?
 # 3. Write `resize(home, vocab)`, which cuts a synthetic checkpoint's vocabulary without writing any other file again.
 #
-# Next: [5.25 The dial: one model, any budget](25_decode.ipynb).
+# Next: [5.25 Showing must not cost the result](25_display.ipynb).

@@ -1,18 +1,18 @@
 # %% [markdown]
-# # 5.25 The dial: one model, any budget
+# # 5.28 The dial: one model, any budget
 #
 # Everything that the book has derived meets here: a budget in bytes becomes a plan, the plan becomes a model, the model
 # decodes greedily, and the report says what that cost. At the end you can run a model of any size on this machine, and
 # you know what the budget changes, the bytes that are read for a token, and what it never changes: a bit of the answer.
 #
-# Needs the whole book; uses what chapters 5.18 to 5.24 made. Runs in under a minute.
+# Needs the whole book; uses what chapters 5.18 to 5.27 made. Runs in under a minute.
 #
-# [5.24 A checkpoint without the weights](24_synth.ipynb) ·
+# [5.27 One whole run](27_run.ipynb) ·
 # [contents](../README.md)
 #
 # Run it in batch with other parameters, from any folder:
 #
-#     papermill book/05_streaming/25_decode.ipynb out.ipynb -p model_dir DIR -p ram 8GB \
+#     papermill book/05_streaming/28_decode.ipynb out.ipynb -p model_dir DIR -p ram 8GB \
 #         -p ids "1,2,3" -p max_new_tokens 8
 
 # %% tags=["parameters"]
@@ -58,7 +58,7 @@ K3 = read_config(ROOT / "fixtures" / "k3")
 
 
 # %% [markdown]
-# ## 5.25.1 Three budgets, the same bytes
+# ## 5.28.1 Three budgets, the same bytes
 #
 # Just above the smallest budget most of the trunk streams. Two megabytes more pin most of it. With a hundred more, all
 # of it is pinned and read only once. The logits of all steps are compared as bytes.
@@ -102,7 +102,7 @@ assert packed[0] == runs[0][0] and packed[1] == runs[0][1]
 print("packed,", done.partition(": ")[2].partition(" on disk")[0].rpartition(",")[0] + ":", "the same logits: True")
 
 # %% [markdown]
-# ## 5.25.2 One token, layer by layer
+# ## 5.28.2 One token, layer by layer
 #
 # A model large enough to watch: five layers of the released width with 64 experts each (5.24), 16.6 GB of tensors in
 # 600 MB of memory. `on_layer` is called at the end of each layer. There the clock, the seconds of waiting and the bytes
@@ -161,7 +161,7 @@ plt.show()
 # by the cores. Most bytes of this checkpoint are holes, which the system fills with zeros: reading them takes processor
 # time here, where a disk would let the processor wait.
 #
-# ## 5.25.3 What streams, what stays, and what that costs
+# ## 5.28.3 What streams, what stays, and what that costs
 #
 # The full shape, all 93 layers and 896 experts, decoded from a synthetic checkpoint at five budgets. `make scale`
 # measures these figures and writes them to `fixtures/measured/scale.json`. If you run it, this section shows your
@@ -248,7 +248,7 @@ print("read for a token at the lowest budget:", ", ".join(f"{part} {shown_size(n
 
 
 # %% [markdown]
-# ## 5.25.4 What can go wrong between the disk and the answer
+# ## 5.28.4 What can go wrong between the disk and the answer
 #
 # A checkpoint is 1.56 TB, and any byte of it can be damaged in the download, on the disk or on the way from it. Three
 # damages, on a copy of the embedded model. The first is a file that ends early. Header and file size must agree for
@@ -358,10 +358,11 @@ with tempfile.TemporaryDirectory() as scratch:
     other.close()
 
 # %% [markdown]
-# ## 5.25.5 The run
+# ## 5.28.5 The run
 #
 # The run is `k3 decode` in a process of its own. So its budget and its peak do not include this notebook's kernel with
-# its plotting library.
+# its plotting library. What it shows is read as UTF-8, whatever the locale says. Its report is read before that is
+# shown.
 
 # %% tags=["nbval-ignore-output", "run"]
 folder = model_dir or os.path.relpath(ORACLE / "model")
@@ -373,11 +374,12 @@ with tempfile.TemporaryDirectory() as scratch:
                "--max-new-tokens", str(max_new_tokens), "--json", str(record)]
     given = {"--threads": threads, "--trunk": trunk, "--ids": ids, "--prompt": prompt}
     command += [word for option, value in given.items() if value not in (0, "") for word in (option, str(value))]
-    run = subprocess.run(command, capture_output=True, text=True)
+    run = subprocess.run(command, capture_output=True, encoding="utf-8", errors="backslashreplace",
+                         env={**os.environ, "PYTHONIOENCODING": "utf-8"})
+    report = json.loads(record.read_text()) if record.exists() else None
     print(run.stdout, end="")
     if run.returncode:
         raise SystemExit(run.stderr.strip())
-    report = json.loads(record.read_text())
 
 # %% [markdown]
 # The answer: the same ids on every machine and at every budget. Those of the embedded model are compared with the
