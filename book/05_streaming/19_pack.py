@@ -32,9 +32,9 @@ from typing import BinaryIO, NamedTuple
 
 from k3lib.checkpoint import Checkpoint
 from k3lib.disk import Files, page_buffer, page_padded
-from k3lib.fileio import CheckpointError, writing
+from k3lib.fileio import CheckpointError, ResourceError, writing
 from k3lib.header import Extent, header_bytes
-from k3lib.system import data_runs, sync_folder
+from k3lib.system import data_runs, open_files_shortage, sync_folder
 from k3lib.tensors import layer_of
 
 # %% [markdown]
@@ -229,11 +229,14 @@ class Packed:
 
     `fingerprints`: those of the files of both. Raises FileNotFoundError if there is no such folder, CheckpointError if
     it is incomplete or packed from another checkpoint: dtypes, shapes and the first row of every tensor are compared.
+    Raises ResourceError if this process may not have so many files open.
     """
 
     def __init__(self, checkpoint: Checkpoint, names: Iterable[str], folder: str | os.PathLike):
         self.checkpoint, self.packed = checkpoint, Checkpoint(Path(folder))
         self.fingerprints = checkpoint.fingerprints | self.packed.fingerprints
+        if shortage := open_files_shortage(len(self.fingerprints)):
+            raise ResourceError(f"{folder}: {shortage}")
         files = Files(self.fingerprints)
         try:
             for name in names:
