@@ -98,7 +98,7 @@ def cache_folders() -> tuple[Path, ...]:
     if numba.config.CACHE_DIR:
         return (_from_here(numba.config.CACHE_DIR),)
     home = os.path.expanduser("~") if os.environ.get("HOME") != "" else ""
-    users = os.environ.get("XDG_CACHE_HOME", ""), os.path.join(home, ".cache")
+    users = [os.environ.get("XDG_CACHE_HOME", ""), *[os.path.join(home, ".cache")] * os.path.isdir(home)]
     return HERE / "__pycache__", *(Path(folder) / "k3" for folder in users if os.path.isabs(folder))
 
 
@@ -114,9 +114,14 @@ cache_folders()  # now, not when the process has gone to another directory
 
 @functools.cache
 def _say_once(text):
-    with contextlib.suppress(OSError, ValueError):
-        if sys.stderr is not None:
+    "Print a line to stderr. What cannot be printed is dropped, and nothing stays in a buffer to fail later."
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        try:
+            descriptor = sys.stderr.fileno()
+        except (OSError, ValueError):  # a notebook's
             print(text, file=sys.stderr)
+        else:
+            os.write(descriptor, f"{text}\n".encode(sys.stderr.encoding, "backslashreplace"))
 
 
 _reasons: list[str] = []  # why no folder could be written, the first time

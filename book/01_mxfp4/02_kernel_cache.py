@@ -206,7 +206,7 @@ assert source_digest("no_such_module") is None
 # read-only. The folders are chosen once, when this module is imported: a relative name means a folder of the directory
 # in which the process has begun, wherever it goes later.
 #
-# In a container, none of these folders may be writable, and a user without a home has only the first two. Then every
+# In a container, none of these folders may be writable, and a user may have no home: none is made. Then every
 # process compiles its kernels again, which takes a minute: one line on stderr says so, and nothing fails. The line
 # cannot fail either. A process may have no stderr, a closed one, or one that cannot show the name of a folder.
 
@@ -217,7 +217,7 @@ def cache_folders() -> tuple[Path, ...]:
     if numba.config.CACHE_DIR:
         return (_from_here(numba.config.CACHE_DIR),)
     home = os.path.expanduser("~") if os.environ.get("HOME") != "" else ""
-    users = os.environ.get("XDG_CACHE_HOME", ""), os.path.join(home, ".cache")
+    users = [os.environ.get("XDG_CACHE_HOME", ""), *[os.path.join(home, ".cache")] * os.path.isdir(home)]
     return HERE / "__pycache__", *(Path(folder) / "k3" for folder in users if os.path.isabs(folder))
 
 
@@ -233,9 +233,14 @@ cache_folders()  # now, not when the process has gone to another directory
 
 @functools.cache
 def _say_once(text):
-    with contextlib.suppress(OSError, ValueError):
-        if sys.stderr is not None:
+    "Print a line to stderr. What cannot be printed is dropped, and nothing stays in a buffer to fail later."
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        try:
+            descriptor = sys.stderr.fileno()
+        except (OSError, ValueError):  # a notebook's
             print(text, file=sys.stderr)
+        else:
+            os.write(descriptor, f"{text}\n".encode(sys.stderr.encoding, "backslashreplace"))
 
 
 _reasons: list[str] = []  # why no folder could be written, the first time
