@@ -12,10 +12,11 @@ import numpy as np
 
 from k3lib.census import Census, Contiguity, census, contiguity
 from k3lib.fileio import (
-    CheckpointError, Fingerprint, MissingFile, fingerprint, given_path, open_shard, read_exactly, shown_value,
+    CheckpointError, Fingerprint, MissingFile, ResourceError, fingerprint, given_path, open_shard, read_exactly,
+    read_fault, shown_value,
 )
 from k3lib.header import ARRAY_DTYPES, Extent, TensorIndex, braced_object, read_header, tensor_fault
-from k3lib.system import allow_open_files
+from k3lib.system import allow_open_files, open_files_shortage
 from k3lib.tensors import EXPERT_TENSORS, join_name, split_name
 
 
@@ -33,7 +34,7 @@ def shard_names(folder: str | os.PathLike[str]) -> list[str]:
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be listed: {error.strerror}") from None
+        raise read_fault(f"{folder}: cannot be listed: {error.strerror}", error) from None
     shards = [match for name in names if (match := _SHARD.fullmatch(name))]
     if "model.safetensors" in names and not shards:
         return ["model.safetensors"]
@@ -129,8 +130,9 @@ DESCRIPTORS_A_FILE = 3  # one in Checkpoint, one or two in the reader of 5.9
 class Checkpoint:
     """The tensors of a folder of safetensors files, found from the headers alone: 24 bytes of memory a tensor.
 
-    Raises FileNotFoundError if the folder does not exist, CheckpointError if a file is missing or a header is damaged.
-    The files stay open until `close()` or the end of a `with` block. Any thread may read.
+    Raises FileNotFoundError if the folder does not exist, CheckpointError if a file is missing or a header is damaged,
+    ResourceError if this process may not have so many files open. The files stay open until `close()` or the end of a
+    `with` block. Any thread may read.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -141,6 +143,8 @@ class Checkpoint:
         try:
             names = shard_names(self.path)
             allow_open_files(DESCRIPTORS_A_FILE * len(names))
+            if shortage := open_files_shortage(len(names)):
+                raise ResourceError(f"{self.path}: {shortage}")
             for name in names:
                 self._add(str(self.path / name))
             self.index.complete()

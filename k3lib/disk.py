@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from k3lib.fileio import MAX_READ, CheckpointError, Fingerprint, fingerprint, given_path
+from k3lib.fileio import MAX_READ, CheckpointError, Fingerprint, fingerprint, given_path, read_fault
 from k3lib.header import ARRAY_DTYPES, ITEMSIZE, Extent
 from k3lib.system import forget_pages, has_direct, keep_uncached, open_read, pread, zero_pages
 
@@ -80,7 +80,7 @@ class File:
             try:
                 self._use(False, f"buffered: {why}")
             except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot be opened: {error.strerror}") from None
+                raise read_fault(f"{self.path}: cannot be opened: {error.strerror}", error) from None
             keep_uncached(self.descriptor[0])
 
     def _compare(self, status):

@@ -3,6 +3,7 @@
 Made from book/05_streaming/02_fileio.py: edit that, then run `make export`.
 """
 
+import errno
 import json
 import os
 import stat
@@ -35,10 +36,22 @@ class MissingFile(K3Error, FileNotFoundError):
     exit_code = 2
 
 
+class ResourceError(UsageError):
+    "Something that the system gives this process too little of: open files, threads, memory."
+
+
 class CheckpointError(K3Error):
     "Weights that are missing, truncated or damaged. One line: file, tensor, what was found, what was expected."
 
     exit_code = 4
+
+
+_TOO_LITTLE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+
+
+def read_fault(text: str, cause: Exception, error: type[Exception] = CheckpointError) -> Exception:
+    "What to raise where a file cannot be read because of `cause`: `error`, or ResourceError if the file may be good."
+    return (ResourceError if getattr(cause, "errno", None) in _TOO_LITTLE else error)(text)
 
 
 def shown_value(value: object) -> str:
@@ -82,14 +95,15 @@ def read_exactly(
     """Fill the writable bytes `view` from byte `offset` of `file`; `where` names the bytes in an error message.
 
     The file's position and its buffer, if it has any, are not used. Raises CheckpointError if the file ends early,
-    cannot be read, or is closed.
+    cannot be read, or is closed, and ResourceError.
     """
     view, done = memoryview(view), 0
     try:
         while done < len(view) and (got := pread(file.fileno(), view[done:done + MAX_READ], offset + done)):
             done += got
     except (OSError, ValueError) as error:  # ValueError: the file was closed
-        raise CheckpointError(f"{where}: reading {len(view):,} bytes at offset {offset:,} failed: {error}") from None
+        text = f"{where}: reading {len(view):,} bytes at offset {offset:,} failed: {error}"
+        raise read_fault(text, error) from None
     if done < len(view):
         raise CheckpointError(f"{where}: got {done:,} bytes at offset {offset:,}, expected {len(view):,}: "
                               "the file ends there")
@@ -107,17 +121,17 @@ def _open(path: str | os.PathLike[str]) -> FileIO:
 
 
 def open_shard(path: str | os.PathLike[str]) -> FileIO:
-    "The file at `path`, open and unbuffered. Raises CheckpointError if it cannot be opened."
+    "The file at `path`, open and unbuffered. Raises CheckpointError if it cannot be opened, and ResourceError."
     try:
         return _open(path)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from None
+        raise read_fault(f"{path}: cannot be opened: {error.strerror}", error) from None
 
 
 def small_file(path: str | os.PathLike[str], most: int, error: type[Exception]) -> bytes:
     """All bytes of a file that has 1 to `most` of them. The size is checked before the first byte is read.
 
-    Raises MissingFile if the file does not exist, `error` if it has another size or cannot be read.
+    Raises MissingFile if the file does not exist, `error` if it has another size or cannot be read, and ResourceError.
     """
     try:
         with _open(path) as file:
@@ -128,7 +142,7 @@ def small_file(path: str | os.PathLike[str], most: int, error: type[Exception]) 
     except FileNotFoundError as fault:
         raise MissingFile(f"{path}: {fault.strerror}") from None
     except OSError as fault:
-        raise error(f"{path}: cannot be read: {fault.strerror}") from None
+        raise read_fault(f"{path}: cannot be read: {fault.strerror}", fault, error) from None
 
 
 DEPTH_MAX = 16  # lists and objects inside one another: a header has 3, a config 6
@@ -221,7 +235,7 @@ def whole_file(
 
 
 __all__ = [
-    "K3Error", "UsageError", "MissingFile", "CheckpointError", "shown_value", "wrong_argument", "given_path",
-    "function_argument", "MAX_READ", "read_exactly", "open_shard", "small_file", "DEPTH_MAX", "json_object",
-    "Fingerprint", "fingerprint", "writing", "whole_file",
+    "K3Error", "UsageError", "MissingFile", "ResourceError", "CheckpointError", "read_fault", "shown_value",
+    "wrong_argument", "given_path", "function_argument", "MAX_READ", "read_exactly", "open_shard", "small_file",
+    "DEPTH_MAX", "json_object", "Fingerprint", "fingerprint", "writing", "whole_file",
 ]

@@ -44,8 +44,12 @@ def everything(request):
 
 @pytest.fixture
 def steady(monkeypatch):
-    "A process of 150 MB to every plan: a real one grows a little between asking for the least budget and spending it."
+    """A process of 150 MB, with all kernels, to every plan.
+
+    A real one grows a little between asking for the least budget and spending it.
+    """
     monkeypatch.setattr(plan, "resident_bytes", lambda: 150_000_000)
+    monkeypatch.setattr(plan, "compiles_here", lambda apart: False)
 
 
 @pytest.fixture

@@ -78,13 +78,14 @@ def test_a_pyc_of_an_older_text_does_not_last(package):
 def test_installed_read_only_entries_go_to_the_users_folder(package, env, kept_in):
     (package / "k3lib" / "__pycache__").write_text("a file, so no folder")
     (package / "a file").write_text("no folder either")
+    (package / "home").mkdir()
     env = {name: str(package / path) for name, path in env.items()}
     assert run(package, **env) == ("20 compiled", "")
     assert len(list((package / kept_in).glob("*.kernel"))) == 2
     assert run(package, **env) == ("20 kept", "")
 
 
-@pytest.mark.parametrize("env", [{"HOME": "/dev/null"}, {"NUMBA_CACHE_DIR": "/dev/null/cache"}], ids=str)
+@pytest.mark.parametrize("env", [{"HOME": "/no/such/home"}, {"HOME": "/dev/null"}, {"NUMBA_CACHE_DIR": "/dev/null/cache"}], ids=str)
 def test_no_folder_can_be_written(package, env):
     (package / "k3lib" / "__pycache__").write_text("a file, so no folder")
     answer, text = run(package, **env)

@@ -35,9 +35,9 @@ from typing import BinaryIO, NamedTuple
 
 from k3lib.checkpoint import Checkpoint
 from k3lib.disk import Files, page_buffer, page_padded
-from k3lib.fileio import CheckpointError, UsageError, given_path, shown_value, writing
+from k3lib.fileio import CheckpointError, ResourceError, UsageError, given_path, shown_value, writing
 from k3lib.header import Extent, header_bytes
-from k3lib.system import data_runs, lock_file, sync_folder
+from k3lib.system import data_runs, lock_file, open_files_shortage, sync_folder
 from k3lib.tensors import is_matrix, layer_of
 
 # %% [markdown]
@@ -332,12 +332,14 @@ class Packed:
 
     `fingerprints`: those of the files of both. Raises FileNotFoundError if there is no such folder, CheckpointError if
     it is incomplete or packed from another checkpoint: dtypes and shapes are compared, vectors, and the first and the
-    last row of every matrix.
+    last row of every matrix. Raises ResourceError if this process may not have so many files open.
     """
 
     def __init__(self, checkpoint: Checkpoint, names: Iterable[str], folder: str | os.PathLike):
         self.checkpoint, self.packed = checkpoint, Checkpoint(given_path("folder", folder))
         self.fingerprints = checkpoint.fingerprints | self.packed.fingerprints
+        if shortage := open_files_shortage(len(self.fingerprints)):
+            raise ResourceError(f"{folder}: {shortage}")
         files = Files(self.fingerprints)
         try:
             for name in names:

@@ -51,7 +51,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 import numpy as np
-from k3lib.parallel import CORES
+from k3lib.parallel import CORES, default_arithmetic
 from k3lib.matmul import NotFinite, bf16_to_float32
 from k3lib.system import peak_bytes, read_call_bytes, return_freed_memory, trim_freed_memory
 from k3lib.fileio import CheckpointError, K3Error, UsageError, function_argument, given_path, shown_value
@@ -66,7 +66,7 @@ from k3lib.disk import Files, MAX_READERS
 from k3lib.trunk import Trunk
 from k3lib.experts import Experts
 from k3lib.memory import parse_size, shown_size, whole_number
-from k3lib.plan import Plan, PlanError, make_plan
+from k3lib.plan import Plan, PlanError, compile_first, make_plan
 from k3lib.pack import Packed
 from k3lib.state import load_sequence, model_fingerprint, save_sequence
 from k3lib.tokenizer import Tokenizer, ids_argument, is_whole, open_tokenizer
@@ -369,6 +369,7 @@ class Engine(Engine):
 
 # %% tags=["export"]
 class Engine(Engine):
+    @default_arithmetic()
     def _pass(self, chunk, wanted, watch):
         "One forward pass: logits float32 [wanted, vocab]."
         def watched(name, L, value):
@@ -670,6 +671,7 @@ def open_source(path: str | os.PathLike, trunk: str | os.PathLike | None) -> Sou
 # part is put on a stack of parts to close, until the engine owns them all.
 
 # %% tags=["export"]
+@default_arithmetic()
 def start(source: Source, plan: Plan, threads: int, progress: Callable[[int], object] | None) -> Engine:
     "Read the tensors that stay in memory, start the readers, and return the Engine that owns both."
     with contextlib.ExitStack() as opened:
@@ -758,6 +760,7 @@ def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLi
     prompt_tokens = None if prompt_tokens is None else whole_number("prompt_tokens", prompt_tokens, 1, 1 << 30)
     context = whole_number("context", context, 1, 1 << 30)
     source = open_source(path, trunk)
+    compile_first()
     try:
         plan = make_plan(source.config, source.checkpoint, budget, context, trunk=source.trunk,
                          prompt_tokens=prompt_tokens, threads=threads, readers=readers)
