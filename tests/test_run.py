@@ -48,7 +48,8 @@ def test_results_are_complete_before_the_answer_is_shown(word, kind, tmp_path):
     for name in "l.npy holds 6 rows", "t holds 6 forward passes", "r.json holds the report":
         assert f"{tmp_path}/{name}" in said
     if kind is KeyboardInterrupt:
-        assert type(error) is run.Interrupted and said.startswith("after 6 of 6 tokens: " + ",".join(map(str, KNOWN[:6])))
+        made = ",".join(map(str, KNOWN[:6]))
+        assert type(error) is run.Interrupted and said.startswith(f"after 6 of 6 tokens: {made}; ")
 
 
 @pytest.mark.parametrize("word, made", [("plan for", 0), ("prompt ids", 0), ("   1: id", 1), ("   4: id", 4)])
@@ -86,12 +87,10 @@ def test_a_pass_that_fails_is_not_in_the_trace(tmp_path, monkeypatch):
 def test_the_reported_peak_is_read_after_the_results_were_written(tmp_path, monkeypatch):
     happened = []
     monkeypatch.setattr(engine, "peak_bytes", lambda: happened.append("peak") or 7)
-    for name in "finish",:
-        original = getattr(run.Results, "save")
-        monkeypatch.setattr(run.Results, "save", lambda self: (happened.append("save"), original(self)))
-    monkeypatch.setattr("k3lib.results.RowsFile.finish", lambda self, whole: happened.append("rows named"))
+    monkeypatch.setattr("k3lib.results.RowsFile.finish", lambda self, whole: happened.append("rows"))
+    monkeypatch.setattr("k3lib.results.TraceFile.finish", lambda self, whole: happened.append("trace"))
     decoded(tmp_path, Shown())
-    assert happened[:3] == ["save", "rows named", "peak"]
+    assert happened[:3] == ["rows", "trace", "peak"]
 
 
 def test_a_long_line_is_shown_in_pieces_and_reads_as_one():
