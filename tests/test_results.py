@@ -69,6 +69,15 @@ def test_the_private_file_of_another_run_is_left_alone(tmp_path):
     assert (tmp_path / f"l.npy.{os.getpid()}.part").read_bytes() == b"theirs"
 
 
+@pytest.mark.parametrize("name", ["x" * 255, "\u4e16" * 85, "x" * 199])
+def test_a_name_that_leaves_no_room_for_more_letters(name, tmp_path):
+    file = RowsFile(tmp_path / name)
+    file.add(ROWS[0])
+    assert file.private.name.startswith(name[:40])
+    file.finish(True)
+    assert names(tmp_path) == [name]
+
+
 def test_a_trace_holds_whole_passes(tmp_path):
     file = TraceFile(tmp_path / "t")
     for token in range(3):

@@ -601,8 +601,10 @@ class Tokenizer(Tokenizer):
     def encode_blocks(self, blocks: Iterable[bytes]) -> Iterator[list[int]]:
         """Ids of the bytes that `blocks` hold in order, those of one part at a time: together those of `encode`.
 
-        Memory is bounded, however long the text is: that of a block and of a part (5.21.5).
+        Memory is bounded, however long the text is: that of a block and of a part (5.21.5). Raises UsageError.
         """
+        if not isinstance(blocks, Iterable):
+            raise UsageError(f"blocks is {shown_value(blocks)}: bytes in blocks are needed")
         return self._encoded(codecs.getincrementaldecoder("utf-8")("surrogateescape"), blocks, False)
 
 

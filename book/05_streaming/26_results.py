@@ -76,7 +76,8 @@ class GrowingFile(GrowingFile):
         for n in itertools.count(1):
             if self._file is not None:
                 return self._file
-            self.private = self._final.with_name(f"{self._final.name}.{os.getpid()}{f'-{n}' * (n > 1)}.part")
+            name = self._final.name if len(os.fsencode(self._final.name)) < 200 else self._final.name[:40]
+            self.private = self._final.with_name(f"{name}.{os.getpid()}{f'-{n}' * (n > 1)}.part")
             try:
                 self._file = open(self.private, "xb", buffering=0)
             except FileExistsError:
