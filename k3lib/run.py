@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from k3lib.config import Config, read_config
-from k3lib.display import progress_bar, with_bar
+from k3lib.display import Display, progress_bar, with_bar
 from k3lib.engine import Engine, Report, budget_argument, check_vocabulary, load
 from k3lib.fileio import MissingFile, UsageError, shown_value
 from k3lib.memory import whole_number
@@ -166,16 +166,18 @@ def shown_load(path: str | os.PathLike[str], show: Show, **options: Any) -> Engi
 
 def decode(
     path: str | os.PathLike[str], ids: str | None = None, prompt: str | bytes | Iterable[bytes] | None = None, *,
-    max_new_tokens: int | str = 8, ram: int | str = "8GB", show: Show = print, results: Results | None = None,
+    max_new_tokens: int | str = 8, ram: int | str = "8GB", show: Show | None = None, results: Results | None = None,
     **options: Any,
 ) -> Report:
     """One whole run: encode, plan, load, decode greedily, save, show, report.
 
     `ids` '1,2,3' or `prompt`: text, bytes, or bytes in blocks. `show` is called with the text of the plan, the prompt,
-    each token as it comes, all ids and their text, and the report. `results`: the files to write. `options`: trunk,
-    threads, readers of `load`. Raises what `load` and forward passes raise, and Interrupted with the tokens so far. In
-    the notes of any other error are sentences that say what the files hold.
+    each token as it comes, all ids and their text, and the report; None is standard output, as far as it can be
+    written. `results`: the files to write. `options`: trunk, threads, readers of `load`. Raises what `load` and forward
+    passes raise, and Interrupted with the tokens so far. In the notes of any other error are sentences that say what
+    the files hold.
     """
+    show = Display(goes_on=True) if show is None else show
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 20)
     config, budget = read_config(path), budget_argument(ram)
     numbers = given_ids(path, config, ids, prompt, budget)

@@ -19,7 +19,8 @@ def pytest_configure(config):
 
 
 # Two workers take whole files, in this order. What takes long comes first, so that short files are left for the end.
-LONG = ["test_budgets.py", "test_contract.py", "test_faults.py", "test_cli.py", "test_checkpoint.py"]
+LONG = ["test_budgets.py", "test_contract.py", "test_faults.py", "test_cli.py", "test_checkpoint.py",
+        "test_display.py", "test_long_runs.py"]
 
 
 def rank(item):

@@ -1,5 +1,7 @@
 "k3lib.run: the order of a run, what is left of it when a part of it fails, and answers of any length."
 import ast
+import contextlib
+import io
 import json
 
 import numpy as np
@@ -91,6 +93,12 @@ def test_the_reported_peak_is_read_after_the_results_were_written(tmp_path, monk
     monkeypatch.setattr("k3lib.results.TraceFile.finish", lambda self, whole: happened.append("trace"))
     decoded(tmp_path, Shown())
     assert happened[:3] == ["rows", "trace", "peak"]
+
+
+def test_a_program_whose_output_is_closed_gets_its_report(tmp_path):
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "ascii")) as stream:
+        stream.close()
+        assert run.decode(MODEL, PROMPT, max_new_tokens=2, ram="1GB").ids == KNOWN[:2]
 
 
 def test_a_long_line_is_shown_in_pieces_and_reads_as_one():

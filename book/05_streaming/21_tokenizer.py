@@ -839,8 +839,8 @@ assert not set(known) & set(embedded.stop_ids)
 #
 # ## Exercises
 #
-# 1. Write `count(text)` that gives the number of ids without building the list, for a text of 10 MB in less than 20 MB
-#    of memory.
+# 1. Count the ids of a file of a gigabyte with `encode_blocks`, without keeping them. Which text of 400,000 characters
+#    takes the most memory?
 # 2. Find the shortest text whose ids change when it is encoded in two halves and joined. Why can a chat frame be
 #    encoded segment by segment nevertheless?
 # 3. A model emits id 222 forever, a lone continuation byte in some vocabulary. What does the stream show, and when?
