@@ -584,4 +584,4 @@ def _outcome(error, received):
         return error.exit_code, str(error)
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return 2, str(error)
-    return 1, f"{type(error).__name__}: {error}"
+    return 1, f"{type(error).__name__}: {str(error) or 'this process can have no more memory'}"

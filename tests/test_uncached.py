@@ -177,17 +177,13 @@ def test_a_relative_folder_is_the_one_where_the_process_began(installed, kept, t
     assert entries(tmp_path / "kernels", "router._route") and list((tmp_path / "elsewhere").iterdir()) == []
 
 
-@pytest.mark.parametrize("damage", ["a link to nothing", "a folder", "unreadable"])
-def test_a_source_that_cannot_be_read_stops_nothing(installed, tmp_path, damage):
+def test_a_source_that_cannot_be_read_stops_nothing(installed, tmp_path):
     "Editors leave links to nothing beside a file that is open, with its ending."
     shutil.copytree(installed, tmp_path / "copy")
-    stray = tmp_path / "copy" / "k3lib" / ".#plan.py"
-    if damage == "a link to nothing":
-        stray.symlink_to("user@host.1234:5678")
-    elif damage == "a folder":
-        stray.mkdir()
-    else:
-        stray.write_text("")
-        stray.chmod(0)
+    strays = [tmp_path / "copy" / "k3lib" / name for name in (".#plan.py", "folder.py", "unreadable.py")]
+    strays[0].symlink_to("user@host.1234:5678")
+    strays[1].mkdir()
+    strays[2].write_text("")
+    strays[2].chmod(0)
     run = python(tmp_path / "copy", "-m", "k3lib", "plan", MODEL, "--ram", "1GB", HOME="/dev/null/gone")
     assert run.returncode == 0, run.stderr
