@@ -18,6 +18,7 @@ import k3lib
 resource = pytest.importorskip("resource")
 PACKAGE = Path(k3lib.__file__).parent
 MODEL = Path(__file__).resolve().parents[1] / "fixtures" / "oracle13" / "model"
+MB = 10**6
 DECODE = "decode", MODEL, "--ids", "5,9,17", "--max-new-tokens", "3", "--ram", "1GB"
 
 
@@ -72,22 +73,22 @@ def trunk(tmp_path_factory):
 
 def test_too_few_open_files_are_refused_before_the_first_read(ids, trunk):
     "As `ulimit -n 256` for 96 files and a packed trunk of 94: every limit on the way is refused in words."
-    runs = {n: k3(*DECODE, "--trunk", trunk, preexec_fn=limit(NOFILE=(n, n))) for n in (12, 24, 36, 52, 72, 100)}
+    runs = {n: k3(*DECODE, "--trunk", trunk, preexec_fn=limit(NOFILE=(n, n))) for n in (12, 40, 64)}
     passed = [same_or_refused(run, ids, "-n") for run in runs.values()]
-    assert passed == sorted(passed) and not passed[0] and passed[-1]
+    assert passed == [False, False, False]
     for n, run in runs.items():
-        if run.returncode:
-            named = int(re.search(r"`ulimit -n` is at least (\d+)", run.stderr)[1])
-            assert n < named <= 160
+        named = int(re.search(r"`ulimit -n` is at least (\d+)", run.stderr)[1])
+        assert n < named <= 160
     enough = k3(*DECODE, "--trunk", trunk, preexec_fn=limit(NOFILE=(named, named)))
     assert same_or_refused(enough, ids, "-n"), "the number that the last refusal named"
 
 
-def test_a_soft_limit_of_open_files_is_raised(ids, trunk):
-    assert same_or_refused(k3(*DECODE, "--trunk", trunk, preexec_fn=limit(NOFILE=(16, 500))), ids, "-n")
+def test_soft_limits_are_raised(ids, trunk):
+    soft = limit(NOFILE=(16, 500), AS=(600 * MB, resource.RLIM_INFINITY), DATA=(150 * MB, resource.RLIM_INFINITY))
+    assert same_or_refused(k3(*DECODE, "--trunk", trunk, preexec_fn=soft), ids, "-n")
 
 
-@pytest.mark.parametrize("command", ["census", "verify", "plan"])
+@pytest.mark.parametrize("command", ["census", "verify", pytest.param("plan", marks=pytest.mark.large)])
 def test_no_command_takes_the_limit_for_damage(command):
     run = k3(command, MODEL, preexec_fn=limit(NOFILE=(12, 12)))
     assert run.returncode in (1, 2) and len(run.stderr.splitlines()) == 1, (run.returncode, run.stderr)
@@ -111,8 +112,8 @@ sys.exit(main(sys.argv[1:]))
 
 def test_too_few_threads_are_refused_before_the_first_read(ids):
     "The system gives this process no more than `most` threads, as a limit of its user or of a container would."
-    passed = [same_or_refused(k3(most, *DECODE, code=FEW), ids, "-u") for most in (3, 6, 12)]
-    assert passed == [False, False, True]
+    passed = [same_or_refused(k3(most, *DECODE, code=FEW), ids, "-u") for most in (6, 12)]
+    assert passed == [False, True]
 
 
 ONE = """
@@ -131,31 +132,22 @@ def test_no_thread_is_started_for_products_that_nobody_needs():
 
 # Addresses
 
-MB = 10**6
-
-
 def test_too_few_addresses_end_in_words(ids):
     """A limit on addresses (`ulimit -v`): refused before the first weight, or the same ids.
 
     With the lowest one, the libraries cannot be loaded: one line, too, and no traceback.
     """
-    runs = {n: k3(*DECODE, preexec_fn=limit(AS=(n * MB, n * MB))) for n in (300, 500, 650, 800, 2000)}
+    runs = {n: k3(*DECODE, preexec_fn=limit(AS=(n * MB, n * MB))) for n in (300, 500, 800)}
     assert runs[300].returncode == 1 and len(runs[300].stderr.splitlines()) == 1, runs[300].stderr
     passed = [same_or_refused(run, ids, "-v") for n, run in runs.items() if n > 300]
-    assert passed == sorted(passed) and not passed[0] and passed[-1]
-    refused = [run for run in runs.values() if run.returncode == 2]
-    named = int(re.search(r"`ulimit -v` is at least (\d+)", refused[-1].stderr)[1]) * 1024
+    assert passed == [False, False]
+    named = int(re.search(r"`ulimit -v` is at least (\d+)", runs[800].stderr)[1]) * 1024
     assert same_or_refused(k3(*DECODE, preexec_fn=limit(AS=(named + 5 * MB,) * 2)), ids, "-v")
 
 
 def test_too_little_private_memory_ends_in_words(ids):
-    runs = [k3(*DECODE, preexec_fn=limit(DATA=(n * MB, n * MB))) for n in (160, 220, 500)]
-    passed = [same_or_refused(run, ids, "-d") for run in runs]
-    assert passed == sorted(passed) and not passed[0] and passed[-1]
-
-
-def test_a_soft_limit_of_addresses_is_raised(ids):
-    assert same_or_refused(k3(*DECODE, preexec_fn=limit(AS=(600 * MB, resource.RLIM_INFINITY))), ids, "-v")
+    runs = [k3(*DECODE, preexec_fn=limit(DATA=(n * MB, n * MB))) for n in (160, 500)]
+    assert [same_or_refused(run, ids, "-d") for run in runs] == [False, True]
 
 
 NO_MEMORY = """
@@ -182,7 +174,11 @@ OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize("output", OUTPUTS)
+SOONEST = "decode", "manifest", "synth"
+
+
+@pytest.mark.parametrize("output", [*SOONEST, *(pytest.param(output, marks=pytest.mark.large)
+                                                for output in OUTPUTS if output not in SOONEST)])
 def test_an_output_that_may_not_grow_is_named_and_leaves_nothing(ids, tmp_path, output):
     "`ulimit -f`, as a full disk: the line names the file, and nothing half-written stays behind."
     run = k3(*OUTPUTS[output], tmp_path / "out", preexec_fn=limit(FSIZE=(300, 300)))
@@ -202,6 +198,7 @@ except OSError as error:
 """
 
 
+@pytest.mark.large
 def test_a_state_that_may_not_grow_is_named_and_leaves_nothing(ids, tmp_path):
     run = k3(tmp_path / "state", code=SAVE, preexec_fn=limit(FSIZE=(300, 300)))
     assert str(tmp_path) in run.stdout and "File too large" in run.stdout and run.stderr == ""
@@ -219,4 +216,11 @@ def test_a_first_run_stays_within_its_plan(ids, tmp_path):
         report = json.loads((tmp_path / "r.json").read_bytes())
         assert run.returncode == 0 and generated(run) == ids, run.stderr
         peak, planned = report["peak_rss_bytes"], report["plan"]["total"]
-        assert 0.9 * planned <= peak <= planned, f"{name}: peak of {peak} bytes, planned were {planned}"
+        # a run that streams nothing compiles no kernels of streaming
+        assert 0.85 * planned <= peak <= planned, f"{name}: peak of {peak} bytes, planned were {planned}"
+    entries = sorted(path.name for path in (tmp_path / "kernels").iterdir())
+    refused = k3(*DECODE[:-1], "1MB", PYTHONPATH=str(tmp_path), NUMBA_CACHE_DIR=str(tmp_path / "kernels"))
+    least = re.search(r"at least (\d+) MB", refused.stderr)[1]
+    run = k3(*DECODE[:-1], f"{least}MB", PYTHONPATH=str(tmp_path), NUMBA_CACHE_DIR=str(tmp_path / "kernels"))
+    assert generated(run) == ids
+    assert sorted(path.name for path in (tmp_path / "kernels").iterdir()) == entries, "streaming compiled something"

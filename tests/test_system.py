@@ -402,7 +402,7 @@ def test_a_soft_limit_is_raised_to_what_is_wanted(monkeypatch, soft, hard, wante
 @pytest.mark.parametrize("limits, option", [
     ({}, None), ({"AS": 1_399}, "-v 2"), ({"AS": 1_400}, None), ({"DATA": 699}, "-d 1"), ({"DATA": 700}, None)])
 def test_addresses_are_counted_with_stacks_and_arenas(monkeypatch, limits, option):
-    "Of 1,000 bytes reserved 500 are writable, 100 more are wanted, and two threads have stacks of 50 and arenas of 100."
+    "Of 1,000 bytes reserved 500 are writable; 100 more are wanted; two threads have stacks of 50 and arenas of 100."
     monkeypatch.setattr(system, "status_bytes", {"VmSize": 1000, "VmData": 500}.get)
     monkeypatch.setattr(system, "raised_limit", lambda name, wanted: {"STACK": 50, **limits}.get(name))
     monkeypatch.setattr(system, "ADDRESS_LIMITS", {"AS": ("VmSize", 100, "-v"), "DATA": ("VmData", 0, "-d")})
