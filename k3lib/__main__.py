@@ -7,6 +7,7 @@ import sys
 
 def run() -> int:
     "The exit code of the command on the command line. After a signal, this function ends the process with its code."
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of numpy's products, which no command uses: else one a core
     try:
         _occupy_closed_outputs()
         from k3lib.cli import main

@@ -463,7 +463,8 @@ def _outcome(error, received):
         return error.exit_code, f"{error}{notes}"
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return 2, f"{error}{notes}"
-    return 1, f"{type(error).__name__}: {error}{notes}"
+    text = str(error) or "this process can have no more memory" * isinstance(error, MemoryError)
+    return 1, f"{type(error).__name__}: {text}{notes}"
 
 
 def _folder_is_gone():

@@ -322,7 +322,7 @@ class Engine:
         for _ in range(max_new_tokens):
             began, before = time.perf_counter(), dict(self.files.bytes_read)
             logits = self.prefill(unread)
-            token = int(np.argmax(logits))
+            token = most_likely(logits)
             bytes_read = {part: n - before[part] for part, n in self.files.bytes_read.items()}
             self.steps.append(Step(token, time.perf_counter() - began, bytes_read))
             if on_logits is not None:
@@ -430,6 +430,12 @@ class Engine:
     def _extent(self, name):
         "Where a tensor is read from: a packed trunk's folder, or the checkpoint's."
         return self.source.trunk.extent(name)
+
+
+@default_arithmetic()
+def most_likely(logits: np.ndarray) -> int:
+    "The id of the largest of `logits`, float32 [vocab]; of equal ones, the first."
+    return int(np.argmax(logits))
 
 
 def check_vocabulary(ids: Iterable[int], config: Config) -> None:
@@ -585,7 +591,7 @@ def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLi
 
 
 __all__ = [
-    "Step", "Steps", "Report", "OPEN", "EngineError", "Engine", "check_vocabulary", "not_finite_in",
+    "Step", "Steps", "Report", "OPEN", "EngineError", "Engine", "most_likely", "check_vocabulary", "not_finite_in",
     "check_vectors", "embedding_row", "Source", "open_source", "start", "free_dropped_models", "still_open",
     "budget_argument", "load",
 ]

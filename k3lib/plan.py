@@ -98,6 +98,60 @@ def vector_bytes(extent: Extent) -> int:
     return 2 * extent.nbytes if extent.dtype == "BF16" else page_padded(extent.nbytes)
 
 
+COMPILER_RSS = 320_000_000  # what the process that compiles may need at its peak
+PROGRAM = """
+from k3lib.synth import synth
+from k3lib.plan import compile_kernels
+synth(sys.argv[1] + "/model", "oracle")
+compile_kernels(sys.argv[1] + "/model")
+"""
+
+
+def _room_for_compiler(free):
+    return free is None or free >= COMPILER_RSS
+
+
+def compile_first() -> None:
+    "Compile the kernels that no folder keeps, in a process of its own, if there is memory for one and it can be had."
+    if _room_for_compiler(available()[0]):
+        compile_apart(PROGRAM)
+
+
+def _advice(parts):
+    "What can be done about a part for compiling."
+    return ("; kernels that are kept need less: let NUMBA_CACHE_DIR name a folder that can be written"
+            if COMPILE_RSS in parts.values() else "")
+
+
+@default_arithmetic()
+def compile_kernels(folder: str) -> None:
+    """Compile every kernel with every signature, and list their entries (1.2.7).
+
+    `folder`: a synthetic checkpoint. Raises what reading it raises, and RuntimeError if a kernel cannot be kept.
+    """
+    config, checkpoint, files = read_config(folder), Checkpoint(folder), Files()
+    extents = {name: checkpoint.extent(name) for name in forward_order(config)}
+    streamed = trunk_layout(extents, row_multiples(config), 1)
+    layout, nbytes = streaming_experts(config, checkpoint, 1)
+    trunk = Trunk(streamed.pin(frozenset(streamed.streamed)), files)
+    experts = Experts(dataclasses.replace(layout, slots=Buffers(2, nbytes), whole=True),
+                      lambda L, e: list(checkpoint.expert(L, e).values()), files)
+    model = Model(config, lambda i: np.zeros(config.hidden_size, np.float32), trunk.weight, experts, 1)
+    model.forward([*range(7)], Sequence(config, 7), 1, lambda *_: None)
+    linear(ResidentMatrix(np.zeros((2048, 2048), np.uint16)), np.zeros((1, 2048), np.float32), 2)
+    _compile_streaming()
+    write_list()
+
+
+def _compile_streaming():
+    "Compile the kernels of streamed matrices for rows of bf16 and of MXFP4."
+    rows, packed = np.zeros((1, 32), np.uint16), np.zeros((1, 16), np.uint8)
+    x, cursor, totals = np.zeros((1, 32), np.float32), np.zeros(1, np.int64), np.zeros(5)
+    for w, matrix, scale in (rows, rows, None), (packed, (packed, packed), packed):
+        compile_for("matmul.matmul_rows", matrix, x, x, 0)
+        compile_for("read_multiply._stream", (0,) * 7, w.ravel(), scale, x, x, cursor, totals)
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What a budget of `ram` bytes is spent on.
@@ -308,64 +362,10 @@ def measured_readers(checkpoint: Checkpoint, threads: int = CORES) -> tuple[int,
                               f"--readers {enough + threads}")
 
 
-COMPILER_RSS = 320_000_000  # what the process that compiles may need at its peak
-PROGRAM = """
-from k3lib.synth import synth
-from k3lib.plan import compile_kernels
-synth(sys.argv[1] + "/model", "oracle")
-compile_kernels(sys.argv[1] + "/model")
-"""
-
-
-def _room_for_compiler(free):
-    return free is None or free >= COMPILER_RSS
-
-
-def compile_first() -> None:
-    "Compile the kernels that no folder keeps, in a process of its own, if there is memory for one and it can be had."
-    if _room_for_compiler(available()[0]):
-        compile_apart(PROGRAM)
-
-
-def _advice(parts):
-    "What can be done about a part for compiling."
-    return ("; kernels that are kept need less: let NUMBA_CACHE_DIR name a folder that can be written"
-            if COMPILE_RSS in parts.values() else "")
-
-
-@default_arithmetic()
-def compile_kernels(folder: str) -> None:
-    """Compile every kernel with every signature, and list their entries (1.2.7).
-
-    `folder`: a synthetic checkpoint. Raises what reading it raises, and RuntimeError if a kernel cannot be kept.
-    """
-    config, checkpoint, files = read_config(folder), Checkpoint(folder), Files()
-    extents = {name: checkpoint.extent(name) for name in forward_order(config)}
-    streamed = trunk_layout(extents, row_multiples(config), 1)
-    layout, nbytes = streaming_experts(config, checkpoint, 1)
-    trunk = Trunk(streamed.pin(frozenset(streamed.streamed)), files)
-    experts = Experts(dataclasses.replace(layout, slots=Buffers(2, nbytes), whole=True),
-                      lambda L, e: list(checkpoint.expert(L, e).values()), files)
-    model = Model(config, lambda i: np.zeros(config.hidden_size, np.float32), trunk.weight, experts, 1)
-    model.forward([*range(7)], Sequence(config, 7), 1, lambda *_: None)
-    linear(ResidentMatrix(np.zeros((2048, 2048), np.uint16)), np.zeros((1, 2048), np.float32), 2)
-    _compile_streaming()
-    write_list()
-
-
-def _compile_streaming():
-    "Compile the kernels of streamed matrices for rows of bf16 and of MXFP4."
-    rows, packed = np.zeros((1, 32), np.uint16), np.zeros((1, 16), np.uint8)
-    x, cursor, totals = np.zeros((1, 32), np.float32), np.zeros(1, np.int64), np.zeros(5)
-    for w, matrix, scale in (rows, rows, None), (packed, (packed, packed), packed):
-        compile_for("matmul.matmul_rows", matrix, x, x, 0)
-        compile_for("read_multiply._stream", (0,) * 7, w.ravel(), scale, x, x, cursor, totals)
-
-
 __all__ = [
     "state_bytes", "position_bytes", "RECORD_BYTES", "activation_bytes", "JIT_RSS", "LIBRARY_RSS",
     "LIBRARY_RSS_GROWTH", "PROCESS_RSS", "LIBRARY_RSS_BEFORE", "COMPILE_RSS", "Held", "fixed_costs", "vector_bytes",
-    "Plan", "PlanError", "expert_readers", "streaming_experts", "first_fit", "streamed_sizes", "pin_from_front",
-    "cache_experts", "MAX_CHUNK", "longest_chunk", "READERS", "TrunkSource", "make_plan", "run_threads",
-    "measured_readers", "COMPILER_RSS", "PROGRAM", "compile_first", "compile_kernels",
+    "COMPILER_RSS", "PROGRAM", "compile_first", "compile_kernels", "Plan", "PlanError", "expert_readers",
+    "streaming_experts", "first_fit", "streamed_sizes", "pin_from_front", "cache_experts", "MAX_CHUNK",
+    "longest_chunk", "READERS", "TrunkSource", "make_plan", "run_threads", "measured_readers",
 ]

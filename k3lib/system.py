@@ -278,12 +278,12 @@ def allow_open_files(more: int) -> int | None:
 
 
 def open_files_shortage(needed: int) -> str | None:
-    "None if this process may open `needed` more files, and a few others; else a line of refusal."
-    room, few = allow_open_files(needed), _SPARE_FILES // 4
-    if room is None or room >= needed + few:
+    "None if this process may open `needed` more files, and eight others; else a line of refusal."
+    room, needed = allow_open_files(needed), needed + 8
+    if room is None or room >= needed:
         return None
-    return (f"{needed} more files must be open at the same time, but this process may open {room} more: run it where "
-            f"`ulimit -n` is at least {_open_files() + needed + _SPARE_FILES}")
+    return (f"this process needs {needed} more open files, but may have {room}: run it where `ulimit -n` is at least "
+            f"{_open_files() + needed + _SPARE_FILES}")
 
 
 def startable_threads(wanted: int) -> int:

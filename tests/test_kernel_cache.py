@@ -85,7 +85,8 @@ def test_installed_read_only_entries_go_to_the_users_folder(package, env, kept_i
     assert run(package, **env) == ("20 kept", "")
 
 
-@pytest.mark.parametrize("env", [{"HOME": "/no/such/home"}, {"HOME": "/dev/null"}, {"NUMBA_CACHE_DIR": "/dev/null/cache"}], ids=str)
+@pytest.mark.parametrize("env", [{"HOME": "/no/such/home"}, {"HOME": "/dev/null"},
+                                 {"NUMBA_CACHE_DIR": "/dev/null/cache"}], ids=str)
 def test_no_folder_can_be_written(package, env):
     (package / "k3lib" / "__pycache__").write_text("a file, so no folder")
     answer, text = run(package, **env)

@@ -92,7 +92,8 @@ def test_a_membership_of_any_form_counts_the_groups_that_can_be_seen(tmp_path, t
     (2**63 - 4096, 10, "", [2**63 - 4106], ""),  # version 1 without a limit
     (1000, 300, "", [700], ""), (1000, 300, "anon x\ninactive_file\n\ntotal_inactive_file many", [700], ""),
     (1000, 1500, "", [0], ""),
-    (10**12, "", "", [10**12 - 5], "what this process holds"), (10**12, "x", "", [10**12 - 5], "what this process holds"),
+    (10**12, "", "", [10**12 - 5], "what this process holds"),
+    (10**12, "x", "", [10**12 - 5], "what this process holds"),
 ])
 def test_any_file_of_a_cgroup_may_be_missing_or_malformed(tmp_path, monkeypatch, names, member, limit, usage, stat,
                                                           expected, said):

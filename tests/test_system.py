@@ -377,15 +377,15 @@ def test_as_many_files_open_as_were_asked_for():
 
 
 @pytest.mark.parametrize("limit, opened, refused", [
-    (100, 10, False), (100, 24, False), (100, 25, True), (None, 10**4, False)])
+    (100, 10, False), (100, 32, False), (100, 33, True), (None, 10**4, False)])
 def test_files_that_cannot_be_open_at_the_same_time(monkeypatch, limit, opened, refused):
-    "Sixteen descriptors are left for other things."
+    "Eight descriptors are left for other things."
     monkeypatch.setattr(system, "_open_files", lambda: opened)
     monkeypatch.setattr(system, "raised_limit", lambda name, wanted: limit)
     said = system.open_files_shortage(60)
     assert bool(said) == refused
-    assert not said or said == ("60 more files must be open at the same time, but this process may open 75 more: run it "
-                                "where `ulimit -n` is at least 149")
+    assert not said or said == ("this process needs 68 more open files, but may have 67: run it where `ulimit -n` is "
+                                "at least 165")
 
 
 @pytest.mark.parametrize("soft, hard, wanted, asked, limit", [
@@ -402,7 +402,7 @@ def test_a_soft_limit_is_raised_to_what_is_wanted(monkeypatch, soft, hard, wante
 @pytest.mark.parametrize("limits, option", [
     ({}, None), ({"AS": 1_399}, "-v 2"), ({"AS": 1_400}, None), ({"DATA": 699}, "-d 1"), ({"DATA": 700}, None)])
 def test_addresses_are_counted_with_stacks_and_arenas(monkeypatch, limits, option):
-    "Of 1,000 bytes reserved 500 are writable, 100 more are wanted, and two threads have stacks of 50 and arenas of 100."
+    "Of 1,000 bytes reserved 500 are writable; 100 more are wanted; two threads have stacks of 50 and arenas of 100."
     monkeypatch.setattr(system, "status_bytes", {"VmSize": 1000, "VmData": 500}.get)
     monkeypatch.setattr(system, "raised_limit", lambda name, wanted: {"STACK": 50, **limits}.get(name))
     monkeypatch.setattr(system, "ADDRESS_LIMITS", {"AS": ("VmSize", 100, "-v"), "DATA": ("VmData", 0, "-d")})

@@ -163,7 +163,76 @@ def vector_bytes(extent: Extent) -> int:
 
 
 # %% [markdown]
-# ## 5.18.2 The plan
+# ## 5.18.2 What compiling takes
+#
+# A process that has compiled the kernels holds some 115 MB more than one that has loaded them. So they are compiled by
+# another process first, and kept (1.2.7). The program of that process writes a small synthetic checkpoint (5.24) and
+# reads it with everything in memory. That calls every kernel that a run calls, but for two kinds. Small products never
+# wake a helper, so one larger product is added. And which rows are multiplied by the kernels of streaming depends on
+# which thread comes first and on the file system. So those kernels are compiled for the types of their arguments, bf16
+# and MXFP4, and not called.
+#
+# The other process needs memory of its own while it runs. Where that is not free, or where no folder can be written,
+# the plan has a part for compiling.
+
+# %% tags=["export"]
+COMPILER_RSS = 320_000_000  # what the process that compiles may need at its peak
+PROGRAM = """
+from k3lib.synth import synth
+from k3lib.plan import compile_kernels
+synth(sys.argv[1] + "/model", "oracle")
+compile_kernels(sys.argv[1] + "/model")
+"""
+
+
+def _room_for_compiler(free):
+    return free is None or free >= COMPILER_RSS
+
+
+def compile_first() -> None:
+    "Compile the kernels that no folder keeps, in a process of its own, if there is memory for one and it can be had."
+    if _room_for_compiler(available()[0]):
+        compile_apart(PROGRAM)
+
+
+def _advice(parts):
+    "What can be done about a part for compiling."
+    return ("; kernels that are kept need less: let NUMBA_CACHE_DIR name a folder that can be written"
+            if COMPILE_RSS in parts.values() else "")
+
+
+# %% tags=["export"]
+@default_arithmetic()
+def compile_kernels(folder: str) -> None:
+    """Compile every kernel with every signature, and list their entries (1.2.7).
+
+    `folder`: a synthetic checkpoint. Raises what reading it raises, and RuntimeError if a kernel cannot be kept.
+    """
+    config, checkpoint, files = read_config(folder), Checkpoint(folder), Files()
+    extents = {name: checkpoint.extent(name) for name in forward_order(config)}
+    streamed = trunk_layout(extents, row_multiples(config), 1)
+    layout, nbytes = streaming_experts(config, checkpoint, 1)
+    trunk = Trunk(streamed.pin(frozenset(streamed.streamed)), files)
+    experts = Experts(dataclasses.replace(layout, slots=Buffers(2, nbytes), whole=True),
+                      lambda L, e: list(checkpoint.expert(L, e).values()), files)
+    model = Model(config, lambda i: np.zeros(config.hidden_size, np.float32), trunk.weight, experts, 1)
+    model.forward([*range(7)], Sequence(config, 7), 1, lambda *_: None)
+    linear(ResidentMatrix(np.zeros((2048, 2048), np.uint16)), np.zeros((1, 2048), np.float32), 2)
+    _compile_streaming()
+    write_list()
+
+
+def _compile_streaming():
+    "Compile the kernels of streamed matrices for rows of bf16 and of MXFP4."
+    rows, packed = np.zeros((1, 32), np.uint16), np.zeros((1, 16), np.uint8)
+    x, cursor, totals = np.zeros((1, 32), np.float32), np.zeros(1, np.int64), np.zeros(5)
+    for w, matrix, scale in (rows, rows, None), (packed, (packed, packed), packed):
+        compile_for("matmul.matmul_rows", matrix, x, x, 0)
+        compile_for("read_multiply._stream", (0,) * 7, w.ravel(), scale, x, x, cursor, totals)
+
+
+# %% [markdown]
+# ## 5.18.3 The plan
 #
 # A plan holds the parts in bytes, and the layout (5.10) from which trunk and experts are built. They compute no size of
 # their own, so the bytes that are promised here and the bytes that are allocated there are the same numbers.
@@ -440,7 +509,7 @@ plt.show()
 
 
 # %% [markdown]
-# ## 5.18.3 How many readers
+# ## 5.18.4 How many readers
 #
 # One reader waits for one read at a time; a disk answers many at once. `k3 plan --measure` reads from the model's own
 # device with 1 to 16 readers and takes the fewest that reach its full rate (5.9), and one more for each thread of
@@ -454,75 +523,6 @@ def measured_readers(checkpoint: Checkpoint, threads: int = CORES) -> tuple[int,
     shown = ", ".join(f"{n}: {rate / 1e9:.2f}" for n, rate in rates.items())
     return enough + threads, (f"GB/s by readers: {shown}; {enough} keep the device busy while {threads} multiply: "
                               f"--readers {enough + threads}")
-
-
-# %% [markdown]
-# ## 5.18.4 What compiling takes
-#
-# A process that has compiled the kernels holds some 115 MB more than one that has loaded them. So they are compiled by
-# another process first, and kept (1.2.7). The program of that process writes a small synthetic checkpoint (5.24) and
-# reads it with everything in memory. That calls every kernel that a run calls, but for two kinds. Small products never
-# wake a helper, so one larger product is added. And which rows are multiplied by the kernels of streaming depends on
-# which thread comes first and on the file system. So those kernels are compiled for the types of their arguments, bf16
-# and MXFP4, and not called.
-#
-# The other process needs memory of its own while it runs. Where that is not free, or where no folder can be written,
-# the plan has a part for compiling.
-
-# %% tags=["export"]
-COMPILER_RSS = 320_000_000  # what the process that compiles may need at its peak
-PROGRAM = """
-from k3lib.synth import synth
-from k3lib.plan import compile_kernels
-synth(sys.argv[1] + "/model", "oracle")
-compile_kernels(sys.argv[1] + "/model")
-"""
-
-
-def _room_for_compiler(free):
-    return free is None or free >= COMPILER_RSS
-
-
-def compile_first() -> None:
-    "Compile the kernels that no folder keeps, in a process of its own, if there is memory for one and it can be had."
-    if _room_for_compiler(available()[0]):
-        compile_apart(PROGRAM)
-
-
-def _advice(parts):
-    "What can be done about a part for compiling."
-    return ("; kernels that are kept need less: let NUMBA_CACHE_DIR name a folder that can be written"
-            if COMPILE_RSS in parts.values() else "")
-
-
-# %% tags=["export"]
-@default_arithmetic()
-def compile_kernels(folder: str) -> None:
-    """Compile every kernel with every signature, and list their entries (1.2.7).
-
-    `folder`: a synthetic checkpoint. Raises what reading it raises, and RuntimeError if a kernel cannot be kept.
-    """
-    config, checkpoint, files = read_config(folder), Checkpoint(folder), Files()
-    extents = {name: checkpoint.extent(name) for name in forward_order(config)}
-    streamed = trunk_layout(extents, row_multiples(config), 1)
-    layout, nbytes = streaming_experts(config, checkpoint, 1)
-    trunk = Trunk(streamed.pin(frozenset(streamed.streamed)), files)
-    experts = Experts(dataclasses.replace(layout, slots=Buffers(2, nbytes), whole=True),
-                      lambda L, e: list(checkpoint.expert(L, e).values()), files)
-    model = Model(config, lambda i: np.zeros(config.hidden_size, np.float32), trunk.weight, experts, 1)
-    model.forward([*range(7)], Sequence(config, 7), 1, lambda *_: None)
-    linear(ResidentMatrix(np.zeros((2048, 2048), np.uint16)), np.zeros((1, 2048), np.float32), 2)
-    _compile_streaming()
-    write_list()
-
-
-def _compile_streaming():
-    "Compile the kernels of streamed matrices for rows of bf16 and of MXFP4."
-    rows, packed = np.zeros((1, 32), np.uint16), np.zeros((1, 16), np.uint8)
-    x, cursor, totals = np.zeros((1, 32), np.float32), np.zeros(1, np.int64), np.zeros(5)
-    for w, matrix, scale in (rows, rows, None), (packed, (packed, packed), packed):
-        compile_for("matmul.matmul_rows", matrix, x, x, 0)
-        compile_for("read_multiply._stream", (0,) * 7, w.ravel(), scale, x, x, cursor, totals)
 
 # %% [markdown]
 # ## Summary

@@ -412,6 +412,12 @@ class Engine(Engine):
         return tokens
 
 
+@default_arithmetic()
+def most_likely(logits: np.ndarray) -> int:
+    "The id of the largest of `logits`, float32 [vocab]; of equal ones, the first."
+    return int(np.argmax(logits))
+
+
 def check_vocabulary(ids: Iterable[int], config: Config) -> None:
     "Raise UsageError for an id that is not in the vocabulary."
     for i in ids:
@@ -451,7 +457,7 @@ class Engine(Engine):
         for _ in range(max_new_tokens):
             began, before = time.perf_counter(), dict(self.files.bytes_read)
             logits = self.prefill(unread)
-            token = int(np.argmax(logits))
+            token = most_likely(logits)
             bytes_read = {part: n - before[part] for part, n in self.files.bytes_read.items()}
             self.steps.append(Step(token, time.perf_counter() - began, bytes_read))
             if on_logits is not None:
