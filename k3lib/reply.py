@@ -130,6 +130,7 @@ class ReplyParser:
         if top == "message" and text.strip():
             self._odd("text stands outside of the elements: it is taken for the response")
             self.open.append(top := "response")
+            text = text.lstrip()
         if channel := CHANNELS.get(top):
             self.texts[channel].append(text)
             return [Delta(channel, text)]

@@ -193,9 +193,9 @@ for ax, (label, ids) in zip(axes, rows):
         ax.text(x, 0.5, t.token(i).decode().replace("\n", " "), rotation=90, ha="center", va="center", size=7,
                 color="white" if i >= t.ranks else "black")
     starts = sum(t.token(i).decode() == END for i in ids)
-    ax.set(title=f"{label}: {len(ids)} ids, {starts} message{'s' * (starts > 1)}", xlim=(-0.6, len(rows[1][1])), yticks=[])
+    ax.set(title=f"{label}: {len(ids)} ids, {starts} message{'s' * (starts > 1)}", xticks=[], yticks=[],
+           xlim=(-0.6, len(rows[1][1])))
     ax.spines[["left", "bottom"]].set_visible(False)
-    ax.set_xticks([])
 plt.show()
 
 # %% tags=["nbval-raises-exception"]

@@ -45,7 +45,7 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 # | `<|close|>think<|open|>response` | a tag without `<|sep|>` ends where the next begins |
 # | `<|close|><|sep|>` | the last open element ends |
 # | `response` or `tools` opened inside `think` | `think` ends |
-# | text after `think` without a start tag of `response` | it is the response |
+# | text after `think` without a start tag of `response` | it is the response, without white space before it |
 # | `<|close|>message` while an element is open | all elements end |
 # | the start of another message | the reply ends: a model does not speak for the user |
 # | ids end inside a call | the call was cut off and is not made |
@@ -196,6 +196,7 @@ class ReplyParser(ReplyParser):
         if top == "message" and text.strip():
             self._odd("text stands outside of the elements: it is taken for the response")
             self.open.append(top := "response")
+            text = text.lstrip()
         if channel := CHANNELS.get(top):
             self.texts[channel].append(text)
             return [Delta(channel, text)]

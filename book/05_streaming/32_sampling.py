@@ -39,7 +39,8 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 # Both forms are equal on paper. In the first, a logit of 30 at temperature 0.04 is $e^{750}$, which is more than
 # float64 holds. In the second, the largest exponent is 0, and what underflows has no chance anyway.
 #
-# `np.exp` uses what vector instructions the CPU has, and its last bit differs between CPUs. Everything else in this
+# `np.exp` uses what vector instructions the CPU has, and some of its last bits are others with AVX-512 than without.
+# Everything else in this
 # book has the same bits everywhere (1.6), so the exponential is made here from operations that IEEE 754 defines to the
 # bit: $e^x = 2^n e^r$ with $|r| \le \tfrac12\ln 2$, and Taylor's series up to $r^{13}$, whose rest is below
 # $5\cdot10^{-18}$.
@@ -465,9 +466,7 @@ assert off.max() <= 1, "not the distribution that was asked for"
 # counted in 144 fields, with the same bound.
 
 # %%
-fair = Sampling(1.0, seed=6)
-draws = np.array([fair.choose(np.zeros(12), t) for t in range(N)])
-other = np.array([Sampling(1.0, seed=7).choose(np.zeros(12), t) for t in range(N)])
+draws, other = (np.array([int(12 * uniform(seed, t)) for t in range(N)]) for seed in (6, 7))
 for label, first, second in (("positions t, t+1", draws[::2], draws[1::2]), ("seeds s, s+1", draws, other)):
     f = np.bincount(first * 12 + second, minlength=144) / len(first)
     L = math.log(2 / DELTA)
