@@ -153,6 +153,15 @@ def test_every_cut_is_read():
         assert render([reply.message()])
 
 
+def test_half_a_character_before_a_tag():
+    "It is shown as U+FFFD where it stands, and its bytes do not join those of the next element."
+    one, two = T.encode("é".encode()[:1]), T.encode("é".encode()[1:])
+    close, think, separator, respond = (T.encode(text, allow_special=True) for text in (
+        "<|close|>", "think", "<|sep|>", "<|open|>response<|sep|>"))
+    reply = parse_reply(T, [*one, *close, *think, *separator, *respond, *two, END])
+    assert (reply.thinking, reply.response) == ("\ufffd", "\ufffd")
+
+
 def test_another_stop_id_ends_the_reply():
     ids = T.encode("hm") + [T.special_ids["[EOS]"]]
     assert parse_reply(T, ids) == Reply("hm", "", (), "stop", ("think is not closed before message",))
@@ -226,7 +235,7 @@ def test_odd_replies(text, thinking, response, made, stop, odd):
     for reply in (read_text(text)[0], read_text(text, step=10_000)[0], parse_reply(T, ids)):
         assert (reply.thinking, reply.response, reply.tool_calls, reply.stop) == (thinking, response, made, stop), text
         assert any(odd in sentence for sentence in reply.oddities) if odd else not reply.oddities
-        assert render([reply.message()])
+        assert render([reply.message()]) and len(set(reply.oddities)) == len(reply.oddities)
 
 
 @pytest.mark.parametrize("kind, text, value, odd", [

@@ -5,8 +5,8 @@
 # can show each word as it comes and know which of the three it is, and you can find out which ids of a grown
 # conversation a sequence has not read yet.
 #
-# Without this chapter a chat shows tags to its user, and reads the whole conversation again at every turn: for K3, one
-# minute after the other before the first new word.
+# Without this chapter a chat shows its tags to the user, runs a call that was cut off in the middle, and reads the
+# whole conversation again at every turn.
 #
 # Needs chapters 5.21 (ids) and 5.30 (the chat format). Runs in seconds.
 #
@@ -37,8 +37,9 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 # The prompt ends inside an element: the reply begins with thinking, or with the response. A parser keeps the list of
 # elements that are open. A start tag adds one, an end tag removes one, and text belongs to the last.
 #
-# Models write tags wrong. Public parsers list what they have seen (SGLang's pull requests 32567 and 33025, MLX-LM,
-# llama.cpp), and each of these has one meaning that loses nothing:
+# Models write tags wrong. Authors of other parsers report what they have seen (pull requests 32567 of
+# sgl-project/sglang, 1983 of smg-project/smg, 537 of code-yeongyu/senpi). For each there is one reading that loses no
+# word:
 #
 # | seen | what it means |
 # |---|---|
@@ -569,3 +570,23 @@ ax.legend(handles=[plt.matplotlib.patches.Patch(color=value, label=kind) for kin
 new = [len(ids) - stand for _, ids, stand in rows]
 ax.set_title(f"Turns read {new[0]}, {new[1]} and {new[2]} new ids; after a change of thinking {new[3]} are read")
 plt.show()
+
+# %% [markdown]
+# ## Summary
+#
+# - The parser keeps a list of open elements and takes one id at a time. From ids it knows a control token from its
+#   spelling; from text it cannot.
+# - What is odd is read in the one way that loses no word, and named. A call that was cut off is not made.
+# - Rendering is prefix-stable except in five stated cases, so a turn reads only what is new. Bytes between control
+#   tokens decide, not how they were spelled with ids.
+#
+# ## Exercises
+#
+# 1. A server gets the whole conversation with every request, and clients drop the thinking. Which table must it keep so
+#    that it still reads nothing twice?
+# 2. Change `unread` to compare ids only. Let a model spell one word of a long reply differently, and count what is read
+#    again.
+# 3. Keep the text of an argument beside its value, so that 1.50 is rendered as 1.50. Which of OpenAI's fields could
+#    carry it?
+#
+# Next: [5.32 A draw that can be repeated](32_sampling.ipynb).
