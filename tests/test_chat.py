@@ -241,6 +241,11 @@ def test_results_without_ids_follow_the_order_of_calls():
     assert re.search('role="tool" tool="g" index="2"<.sep.>2', text_of(messages))
 
 
+def test_results_are_counted_anew_after_each_assistant():
+    turn = [asking(call("f", id="a")), {"role": "tool", "content": "1", "tool_call_id": "a"}]
+    assert text_of(turn + turn).count('role="tool" tool="f" index="1"') == 2
+
+
 def test_results_go_on_after_another_message():
     messages = [asking(call("f", id="a"), call("g", id="b")), {"role": "tool", "content": "1", "tool_call_id": "a"},
                 {"role": "user", "content": "wait"}, {"role": "tool", "content": "2", "tool_call_id": "b"}]
@@ -274,7 +279,9 @@ def test_a_placeholder_in_a_text_is_text():
 # --- refusals ------------------------------------------------------------------------------------------------------
 
 USER = {"role": "user", "content": "x"}
-DEEP = json.loads("[" * 900 + "]" * 900)
+DEEP = []
+for _ in range(100_000):
+    DEEP = [DEEP]
 REFUSED = [
     ("hello", {}, "messages: 'hello', expected a list"),
     (["hello"], {}, "messages[0]: 'hello', expected a dict with the keys role and content"),

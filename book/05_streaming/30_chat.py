@@ -178,6 +178,7 @@ expected = control_names(encode_chat(t, message_element(plain("hi"), role="user"
 for how, encode in (("joined", joined), ("segments", lambda segments: encode_chat(t, segments))):
     print(f"{how:9}", control_names(encode(message_element(plain(attack), role="user"))))
 assert control_names(encode_chat(t, message_element(plain(attack), role="user"))) == expected
+assert control_names(joined(message_element(plain(attack), role="user"))) != expected  # the check sees the trap
 
 # %% [markdown]
 # The figure shows the ids of this message in both ways. Control tokens are filled. Both rows spell the same characters,
@@ -197,9 +198,6 @@ for ax, (label, ids) in zip(axes, rows):
            xlim=(-0.6, len(rows[1][1])))
     ax.spines[["left", "bottom"]].set_visible(False)
 plt.show()
-
-# %% tags=["nbval-raises-exception"]
-assert control_names(joined(message_element(plain(attack), role="user"))) == expected, "control tokens from a user"
 
 # %% [markdown]
 # ## 5.30.3 What a message may be
