@@ -155,7 +155,7 @@ def runs_of_text(ids):
 conversations = st.lists(turns(), min_size=1, max_size=3).map(lambda lists: [m for turn in lists for m in turn])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(conversations, tools | st.none(), arguments, st.booleans())
 def test_no_field_makes_a_control_token(messages, declared, schema, thinking):
     "The control ids are those of the renderer's markers, one for one, and no text is changed."

@@ -72,7 +72,7 @@ def as_read(message):
     return message["content"], message.get("reasoning"), made
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(assistants(), st.booleans())
 def test_messages_come_back(message, thinking):
     reply = parse_reply(T, reply_ids(message, thinking), thinking)
@@ -272,7 +272,7 @@ def test_any_soup_of_tags_is_read(pieces, thinking):
 # --- what is new ---------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(words, assistants()), min_size=1, max_size=3), st.booleans(),
        st.sampled_from([None, [{"type": "function", "function": {"name": "f"}}]]))
 def test_a_turn_reads_only_what_is_new(talk, thinking, tools):
