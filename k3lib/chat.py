@@ -1,6 +1,6 @@
-"""5.30 A conversation as ids
+"""5.22 A conversation as ids
 
-Made from book/05_streaming/30_chat.py: edit that, then run `make export`.
+Made from book/05_streaming/22_chat.py: edit that, then run `make export`.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""5.25 Showing must not cost the result
+"""5.29 Showing must not cost the result
 
-Made from book/05_streaming/25_display.py: edit that, then run `make export`.
+Made from book/05_streaming/29_display.py: edit that, then run `make export`.
 """
 
 import contextlib

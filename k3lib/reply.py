@@ -1,6 +1,6 @@
-"""5.31 A reply as it comes
+"""5.23 A reply as it comes
 
-Made from book/05_streaming/31_reply.py: edit that, then run `make export`.
+Made from book/05_streaming/23_reply.py: edit that, then run `make export`.
 """
 
 import json
@@ -18,7 +18,7 @@ CHANNELS = {"think": "thinking", "response": "response"}
 
 
 def unescape(value: str) -> str:
-    "What `escape` (5.30.1) was given. The order matters: `&amp;quot;` is `&quot;`, not a quotation mark."
+    "What `escape` (5.22.1) was given. The order matters: `&amp;quot;` is `&quot;`, not a quotation mark."
     return value.replace("&quot;", '"').replace("&amp;", "&")
 
 

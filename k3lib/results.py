@@ -1,6 +1,6 @@
-"""5.26 Results on the disk before the run has ended
+"""5.30 Results on the disk before the run has ended
 
-Made from book/05_streaming/26_results.py: edit that, then run `make export`.
+Made from book/05_streaming/30_results.py: edit that, then run `make export`.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
-"""5.27 One whole run
+"""5.31 One whole run
 
-Made from book/05_streaming/27_run.py: edit that, then run `make export`.
+Made from book/05_streaming/31_run.py: edit that, then run `make export`.
 """
 
 import os
@@ -10,11 +10,12 @@ from typing import Any
 
 from k3lib.config import Config, read_config
 from k3lib.display import Display, progress_bar, with_bar
-from k3lib.engine import Engine, Report, budget_argument, check_vocabulary, load
+from k3lib.engine import Engine, budget_argument, check_vocabulary, load
 from k3lib.fileio import MissingFile, UsageError, shown_value
 from k3lib.memory import whole_number
 from k3lib.plan import position_bytes
 from k3lib.results import Results, blocks
+from k3lib.report import Report
 from k3lib.tokenizer import Tokenizer, open_tokenizer, slices
 
 

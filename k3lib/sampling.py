@@ -1,6 +1,6 @@
-"""5.32 A draw that can be repeated
+"""5.24 A draw that can be repeated
 
-Made from book/05_streaming/32_sampling.py: edit that, then run `make export`.
+Made from book/05_streaming/24_sampling.py: edit that, then run `make export`.
 """
 
 import math

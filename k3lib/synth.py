@@ -1,6 +1,6 @@
-"""5.24 A checkpoint without the weights
+"""5.28 A checkpoint without the weights
 
-Made from book/05_streaming/24_synth.py: edit that, then run `make export`.
+Made from book/05_streaming/28_synth.py: edit that, then run `make export`.
 """
 
 import hashlib

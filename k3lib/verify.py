@@ -1,6 +1,6 @@
-"""5.23 Whether every byte is the one that was published
+"""5.27 Whether every byte is the one that was published
 
-Made from book/05_streaming/23_verify.py: edit that, then run `make export`.
+Made from book/05_streaming/27_verify.py: edit that, then run `make export`.
 """
 
 import hashlib

@@ -15,8 +15,8 @@ from small import write
 
 import k3lib
 from k3lib import cli, system
-from k3lib.engine import Step, Steps
 from k3lib.fileio import CheckpointError, UsageError
+from k3lib.report import Step, Steps
 
 IDS, MORE = [304, 206, 32, 407, 493], [375, 224, 286]
 

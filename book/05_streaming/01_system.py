@@ -207,7 +207,7 @@ COMPILED_PREAD = sys.platform == "linux" and sys.maxsize > 2**32  # may machine 
 # ## 5.1.3 Holes, and the bytes of a file on its disk
 #
 # A sparse file is longer than the space it takes on the disk: the system stores no pages for its holes and reads them
-# as zeros. The synthetic model of 5.24 is 1.56 TB long and takes 5 GB. A copy of it must not write the holes out.
+# as zeros. The synthetic model of 5.28 is 1.56 TB long and takes 5 GB. A copy of it must not write the holes out.
 
 # %% tags=["export"]
 def data_runs(fd: int, begin: int, end: int) -> Iterator[tuple[int, int]]:

@@ -439,7 +439,7 @@ def read_config(model_dir: str | os.PathLike[str]) -> Config:
 
 
 # %% [markdown]
-# The config of a folder that `k3 synth` filled (5.24) says so. Every command that prints figures repeats it, so that
+# The config of a folder that `k3 synth` filled (5.28) says so. Every command that prints figures repeats it, so that
 # nobody takes them for figures of the released model.
 
 # %% tags=["export"]

@@ -38,7 +38,7 @@ from k3lib.fileio import MissingFile, UsageError
 #
 # A trace file holds nothing but pairs of little-endian uint32, `(layer, expert)`, in the order of the requests. There
 # is no header, so that the file can be read by anything. A run adds each forward pass to it when the pass has ended
-# (5.26.3). The public recording of the released model that 5.15.5 quotes
+# (5.30.3). The public recording of the released model that 5.15.5 quotes
 # has the same form.
 
 # %% tags=["export"]

@@ -166,7 +166,7 @@ def vector_bytes(extent: Extent) -> int:
 # ## 5.18.2 What compiling takes
 #
 # A process that has compiled the kernels holds some 115 MB more than one that has loaded them. So they are compiled by
-# another process first, and kept (1.2.7). The program of that process writes a small synthetic checkpoint (5.24) and
+# another process first, and kept (1.2.7). The program of that process writes a small synthetic checkpoint (5.28) and
 # reads it with everything in memory. That calls every kernel that a run calls, but for two kinds. Small products never
 # wake a helper, so one larger product is added. And which rows are multiplied by the kernels of streaming depends on
 # which thread comes first and on the file system. So those kernels are compiled for the types of their arguments, bf16

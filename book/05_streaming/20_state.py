@@ -93,7 +93,7 @@ def about_bytes(model: str, position: int, sha256: str = "") -> bytes:
 # The header says which shapes a state has, and two models of one shape have the same header. So a state names its
 # model: a hash of the config, of every tensor's dtype and shape, of all vectors and of the first row of every matrix.
 # For K3 that reads a few megabytes of 1.56 TB. The hash is the same at every budget and for a packed trunk. It does not
-# depend on the other rows: `k3 verify` (5.23) is what compares every byte of the weights.
+# depend on the other rows: `k3 verify` (5.27) is what compares every byte of the weights.
 
 # %% tags=["export"]
 def model_fingerprint(config: Config, tensors: Iterable[tuple[str, Extent, np.ndarray]]) -> str:

@@ -9,7 +9,7 @@
 #
 # [5.20 A sequence saved and loaded](20_state.ipynb) ·
 # [contents](../README.md) ·
-# [5.22 From a folder to a running model](22_engine.ipynb)
+# [5.22 A conversation as ids](22_chat.ipynb)
 
 # %%
 import json
@@ -655,7 +655,7 @@ class Tokenizer(Tokenizer):
 
 
 # %% [markdown]
-# Not every folder holds a vocabulary: a synthetic checkpoint (5.24) has none, and decodes ids only. But a link to a
+# Not every folder holds a vocabulary: a synthetic checkpoint (5.28) has none, and decodes ids only. But a link to a
 # `tiktoken.model` that does not exist is an error, so such a folder is not taken for one without a vocabulary.
 
 # %% tags=["export"]
@@ -846,4 +846,4 @@ assert not set(known) & set(embedded.stop_ids)
 # 3. A model emits id 222 forever, a lone continuation byte in some vocabulary. What does the stream show, and when?
 #    Change the policy to show nothing for it and say what is lost.
 #
-# Next: [5.22 From a folder to a running model](22_engine.ipynb).
+# Next: [5.26 From a folder to a running model](26_engine.ipynb).

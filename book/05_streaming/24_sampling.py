@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 5.32 A draw that can be repeated
+# # 5.24 A draw that can be repeated
 #
 # The model gives a number for each id that may come next. Greedy decoding takes the largest. Sampling draws one, so
 # that a story is not the same story every time. After this chapter you can draw with the settings that servers have,
@@ -10,8 +10,9 @@
 #
 # Needs chapter 5.2 (errors). Runs in seconds.
 #
-# [5.31 A reply as it comes](31_reply.ipynb) ·
-# [contents](../README.md)
+# [5.23 A reply as it comes](23_reply.ipynb) ·
+# [contents](../README.md) ·
+# [5.25 What a run has cost](25_report.ipynb)
 
 # %%
 import time
@@ -32,7 +33,7 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 # | $s$ | seed: which of the $2^{64}$ possible runs | | `seed` |
 # | $u$ | a number in $[0, 1)$, the draw | | `uniform` |
 #
-# ## 5.32.1 Weights: shift first
+# ## 5.24.1 Weights: shift first
 #
 # $$p_i = \frac{e^{z_i/T}}{\sum_j e^{z_j/T}} = \frac{e^{(z_i - \max z)/T}}{\sum_j e^{(z_j - \max z)/T}}$$
 #
@@ -111,7 +112,7 @@ assert not np.isclose(unshifted(z, 0.04).sum(), 1)  # the check sees the trap
 
 
 # %% [markdown]
-# ## 5.32.2 The draw is a function of seed and position
+# ## 5.24.2 The draw is a function of seed and position
 #
 # A generator with a state gives its numbers in turn. Then a draw depends on how many draws the program has made, which
 # is not what a saved conversation knows. A *counter-based* generator has no state: it scrambles a counter under a key.
@@ -201,7 +202,7 @@ assert seeded_with_the_sum(1, range(1, 9)) == seeded_with_the_sum(2, range(8))
 assert not set(by_position(1, range(1000))) & set(by_position(2, range(1000)))
 
 # %% [markdown]
-# ## 5.32.3 Filters and their order
+# ## 5.24.3 Filters and their order
 #
 # A vocabulary of 163,840 ids has a long tail: each id in it is hopeless, and together they are drawn every few words.
 # Three filters cut it. Each keeps the most probable id, and the kept ids share the probability.
@@ -391,7 +392,7 @@ for case in range(2_000):
 print("2,000 random settings: the same ids as the definition")
 
 # %% [markdown]
-# ## 5.32.4 The gate: frequencies against probabilities
+# ## 5.24.4 The gate: frequencies against probabilities
 #
 # A sampler can be wrong in ways that no single draw shows. So many draws are counted. With $N$ independent draws, the
 # frequency $f$ of an id of probability $p$ obeys Bernstein's inequality:
@@ -486,7 +487,7 @@ plt.show()
 
 
 # %% [markdown]
-# ## 5.32.5 What was likely
+# ## 5.24.5 What was likely
 #
 # Log probabilities are those of the model: temperature 1, nothing filtered, as OpenAI's API and vLLM report them. They
 # say how sure the model was, whatever the sampler then did.
@@ -519,10 +520,10 @@ assert np.allclose([x for _, x in logprobs(four, 3)], np.log([0.6, 0.2, 0.1]), r
 assert abs(np.exp(log_probabilities(z12)).sum() - 1) < 1e-15
 
 # %% [markdown]
-# ## 5.32.6 The same everywhere
+# ## 5.24.6 The same everywhere
 #
 # Threads, budgets and chunks of the prompt cannot change a draw, because they cannot change a bit of the logits
-# (chapter 5.25), and position and seed are integers. One thread computes the draw from these, without a reduction whose
+# (chapter 5.32), and position and seed are integers. One thread computes the draw from these, without a reduction whose
 # order could vary. A digest of 300 draws is written down here. Another CPU, or another NumPy, must give the same.
 
 # %%
@@ -541,7 +542,7 @@ for t in range(10):
 print(f"{(time.perf_counter() - start) * 100:.0f} ms for a draw from 163,840 ids")
 
 # %% [markdown]
-# ## 5.32.7 Refusals, live
+# ## 5.24.7 Refusals, live
 
 # %%
 wrong = [dict(temperature=-1), dict(temperature=float("nan")), dict(temperature="hot"), dict(temperature=1, top_k=2.5),

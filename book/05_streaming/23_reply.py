@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 5.31 A reply as it comes
+# # 5.23 A reply as it comes
 #
 # A reply is ids, one at a time: thinking first, then what is said, then perhaps calls of tools. After this chapter you
 # can show each word as it comes and know which of the three it is, and you can find out which ids of a grown
@@ -8,11 +8,11 @@
 # Without this chapter a chat shows its tags to the user, runs a call that was cut off in the middle, and reads the
 # whole conversation again at every turn.
 #
-# Needs chapters 5.21 (ids) and 5.30 (the chat format). Runs in seconds.
+# Needs chapters 5.21 (ids) and 5.22 (the chat format). Runs in seconds.
 #
-# [5.30 A conversation as ids](30_chat.ipynb) ·
+# [5.22 A conversation as ids](22_chat.ipynb) ·
 # [contents](../README.md) ·
-# [5.32 A draw that can be repeated](32_sampling.ipynb)
+# [5.24 A draw that can be repeated](24_sampling.ipynb)
 
 # %%
 from pathlib import Path
@@ -32,7 +32,7 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 # | read | ids that a sequence holds already | `read` |
 # | wanted | ids of the conversation as it is now | `wanted` |
 #
-# ## 5.31.1 A list of open elements
+# ## 5.23.1 A list of open elements
 #
 # The prompt ends inside an element: the reply begins with thinking, or with the response. A parser keeps the list of
 # elements that are open. A start tag adds one, an end tag removes one, and text belongs to the last.
@@ -69,7 +69,7 @@ CHANNELS = {"think": "thinking", "response": "response"}
 
 
 def unescape(value: str) -> str:
-    "What `escape` (5.30.1) was given. The order matters: `&amp;quot;` is `&quot;`, not a quotation mark."
+    "What `escape` (5.22.1) was given. The order matters: `&amp;quot;` is `&quot;`, not a quotation mark."
     return value.replace("&quot;", '"').replace("&amp;", "&")
 
 
@@ -393,7 +393,7 @@ assert unescape_wrong(escape("say &quot;")) != "say &quot;"  # the check sees th
 print(repr(unescape_wrong(escape("say &quot;"))), "instead of", repr("say &quot;"))
 
 # %% [markdown]
-# ## 5.31.2 Odd replies
+# ## 5.23.2 Odd replies
 #
 # The rows of the table, as text, one character at a time. Each loses nothing and says what was odd.
 
@@ -417,7 +417,7 @@ for label, text in odd.items():
 
 
 # %% [markdown]
-# ## 5.31.3 What is new
+# ## 5.23.3 What is new
 #
 # A conversation grows at its end, and a turn should read only that. The ids of turn $n$ and the reply are a prefix of
 # the ids of turn $n+1$ if rendering is *prefix-stable*: what stands in a message decides its segments, and nothing
@@ -587,4 +587,4 @@ plt.show()
 # 3. Keep the text of an argument beside its value, so that 1.50 is rendered as 1.50. Which of OpenAI's fields could
 #    carry it?
 #
-# Next: [5.32 A draw that can be repeated](32_sampling.ipynb).
+# Next: [5.24 A draw that can be repeated](24_sampling.ipynb).

@@ -1,16 +1,16 @@
 # %% [markdown]
-# # 5.23 Whether every byte is the one that was published
+# # 5.27 Whether every byte is the one that was published
 #
 # A header says where a weight lies, not whether it is right. One wrong byte in 1.56 TB changes no size and raises no
 # error, so this chapter compares files with hashes that somebody computed before the damage. At the end you can check a
 # download against the hashes that the download itself left behind, write a manifest that `sha256sum` reads, interrupt a
 # check and continue it, and say what was *not* checked.
 #
-# Needs chapters 5.2 (files), 5.5 (headers), 5.7 (the checkpoint) and 5.22 (the engine). Runs in half a minute.
+# Needs chapters 5.2 (files), 5.5 (headers), 5.7 (the checkpoint) and 5.26 (the engine). Runs in half a minute.
 #
-# [5.22 From a folder to a running model](22_engine.ipynb) ·
+# [5.26 From a folder to a running model](26_engine.ipynb) ·
 # [contents](../README.md) ·
-# [5.24 A checkpoint without the weights](24_synth.ipynb)
+# [5.28 A checkpoint without the weights](28_synth.ipynb)
 
 # %%
 import hashlib
@@ -34,7 +34,7 @@ from k3lib.tensors import check_tensors
 # | manifest | a text file of hashes and names | `read_manifest` |
 # | stamp | size, times and inode of a file: they must not change while it is read | `FileStamp` |
 #
-# ## 5.23.1 By hand: one bit, and what sees it
+# ## 5.27.1 By hand: one bit, and what sees it
 #
 # Flip the lowest bit of one weight. The size is the same, the header is the same, and the sum of the bytes moves by one
 # in 1.56 TB. A hash is made so that about half of its 256 bits change.
@@ -59,7 +59,7 @@ assert hashlib.sha1(b"blob %d\0" % len(hello) + hello).hexdigest() == git_of_hel
 assert hashlib.sha1(hello).hexdigest() != git_of_hello
 
 # %% [markdown]
-# ## 5.23.2 A file's hashes, in four megabytes
+# ## 5.27.2 A file's hashes, in four megabytes
 #
 # A stamp tells whether a file was changed or replaced. It has one time more than the fingerprint of 5.2: the time of
 # the last change to file or attributes, which no program can set. So a stamp differs even if a copying tool has
@@ -180,7 +180,7 @@ assert mine[GIT] == hashlib.sha1(b"blob %d\0" % len(whole) + whole).hexdigest()
 print(shard.name, mine[SHA256][:12], mine[GIT][:12])
 
 # %% [markdown]
-# ## 5.23.3 The manifest: a file that `sha256sum -c` reads
+# ## 5.27.3 The manifest: a file that `sha256sum -c` reads
 #
 # A hash, two spaces, a name: the oldest format there is, so nobody needs this book to check it. A line of another form
 # is refused, and so is a name that leads out of the model's folder or stands in the manifest twice.
@@ -245,7 +245,7 @@ for bad in ("", "ab" * 31 + "  a\n", "ab" * 32 + "  ../a\n", text + text):
 
 
 # %% [markdown]
-# ## 5.23.4 What a download leaves behind
+# ## 5.27.4 What a download leaves behind
 #
 # A hub cache stores each file under its hash, `blobs/<hash>`, and a snapshot is links to those. `hf download
 # --local-dir` puts real files in place and keeps `.cache/huggingface/download/<name>.metadata`: commit, hash, time, a
@@ -294,7 +294,7 @@ for folder in (local, repository / "snapshots" / "abc"):
     print(*((e.kind, e.digest[:12], e.source) for e in download_hashes(folder, shard.name)))
 
 # %% [markdown]
-# ## 5.23.5 What can be said without reading the payload
+# ## 5.27.5 What can be said without reading the payload
 #
 # Headers, index and config must agree (5.7, 5.4). The file sizes of the released checkpoint are public, so they are
 # checked where the config is the released one: where it implies that many tensors and bytes. Four sizes are enough for
@@ -341,7 +341,7 @@ assert is_released(read_config(ROOT / "fixtures" / "k3")) and not is_released(re
 print(f"{sum(published_sizes().values()):,} bytes in {len(published_sizes())} files")
 
 # %% [markdown]
-# ## 5.23.6 Continuing an interrupted check
+# ## 5.27.6 Continuing an interrupted check
 #
 # Hashing 1.56 TB takes from a quarter of an hour to hours, as the disk and the cores are. Each finished file's hash is
 # appended to `MODEL.sha256.partial` with the file's stamp. A later run uses a line only if the stamp is still the same:
@@ -392,7 +392,7 @@ class HashLog:
 
 
 # %% [markdown]
-# ## 5.23.7 An account of what was compared
+# ## 5.27.7 An account of what was compared
 #
 # The result says what was compared with what. Files without an expected hash are counted and named as not checked: an
 # account that is silent about them would be read as a success.
@@ -461,7 +461,7 @@ class Verified(Verified):
 
 
 # %% [markdown]
-# ## 5.23.8 All files
+# ## 5.27.8 All files
 #
 # Headers, index, config and sizes come first. `Checkpoint` (5.7) stops at the first header that is wrong; here every
 # damaged shard is to be named, so after a failure each header is read alone.
@@ -671,9 +671,9 @@ if shutil.which("sha256sum"):
 print("the folder and its manifest agree")
 
 # %% [markdown]
-# ## 5.23.9 Wrong, without an error
+# ## 5.27.9 Wrong, without an error
 #
-# The sign of one weight, in the value projection of layer 4: one bit of 6.6 MB. The engine (5.22) reads the file, finds
+# The sign of one weight, in the value projection of layer 4: one bit of 6.6 MB. The engine (5.26) reads the file, finds
 # every size right and every number finite, and answers. Only the hash names the shard.
 
 # %%
@@ -752,7 +752,7 @@ plt.show()
 
 
 # %% [markdown]
-# ## 5.23.10 Interrupted, continued, and traps
+# ## 5.27.10 Interrupted, continued, and traps
 #
 # A run that is stopped after some files leaves their lines. The next reads only the others. A shard that was touched
 # since is not believed, nor is one whose line lost its end.
@@ -767,7 +767,7 @@ def stop(line):
 
 
 partial = Path(f"{manifest_path(bad)}.partial")
-partial.unlink()  # of 5.23.9: a run that finds damage keeps the other hashes, so only the repaired shard is read again
+partial.unlink()  # of 5.27.9: a run that finds damage keeps the other hashes, so only the repaired shard is read again
 flip(bad / "tokenizer_config.json", 5, 0)  # a fault ends this run as soon as it is shown
 try:
     verify(bad, threads=1, show=stop)
@@ -801,7 +801,7 @@ assert hashes(one, [SHA256]).digests != hashes(other, [SHA256]).digests
 assert hashlib.sha1(whole).hexdigest() != mine[GIT]
 
 # %% [markdown]
-# ## 5.23.11 Make it fast
+# ## 5.27.11 Make it fast
 #
 # The chain of SHA-256 is the work, and the processor's instructions for it set the pace. Reads must be long enough that
 # Python does not count; two files at once use two cores. The full model is 1.56 TB.
@@ -845,4 +845,4 @@ shutil.rmtree(scratch)
 #    could it say that this one cannot?
 # 3. Verify while decoding: which bytes does one token read twice, and could a reader hash what it reads?
 #
-# Next: [5.24 A checkpoint without the weights](24_synth.ipynb).
+# Next: [5.28 A checkpoint without the weights](28_synth.ipynb).

@@ -1,16 +1,16 @@
 # %% [markdown]
-# # 5.27 One whole run
+# # 5.31 One whole run
 #
 # `k3 decode` is seven steps in a line: encode, plan, load, decode, save, show, report. Their order matters. What can be
 # refused is refused before anything large is read. Results are on the disk before they are shown. The peak of memory is
 # read after the last step that takes any. At the end you can start a run with one call, interrupt it at any moment, and
 # find what it has made.
 #
-# Needs chapters 5.18, 5.21, 5.22, 5.25 and 5.26. Runs in seconds.
+# Needs chapters 5.18, 5.21, 5.26, 5.29 and 5.30. Runs in seconds.
 #
-# [5.26 Results on the disk before the run has ended](26_results.ipynb) ·
+# [5.30 Results on the disk before the run has ended](30_results.ipynb) ·
 # [contents](../README.md) ·
-# [5.28 The dial: one model, any budget](28_decode.ipynb)
+# [5.32 The dial: one model, any budget](32_decode.ipynb)
 
 # %%
 import json
@@ -24,7 +24,7 @@ ORACLE = ROOT / "fixtures" / "oracle13"
 EXPECTED = json.loads((ORACLE / "expected.json").read_text())
 
 # %% [markdown]
-# ## 5.27.1 A prompt of any length
+# ## 5.31.1 A prompt of any length
 #
 # A prompt is a list of ids, a text, or the bytes of a file. A file may be longer than memory. So it is read a megabyte
 # at a time, encoded a part at a time (5.21.5), and its ids are kept as four bytes each. Each id will need a position of
@@ -39,11 +39,12 @@ from typing import Any
 
 from k3lib.config import Config, read_config
 from k3lib.display import Display, progress_bar, with_bar
-from k3lib.engine import Engine, Report, budget_argument, check_vocabulary, load
+from k3lib.engine import Engine, budget_argument, check_vocabulary, load
 from k3lib.fileio import MissingFile, UsageError, shown_value
 from k3lib.memory import whole_number
 from k3lib.plan import position_bytes
 from k3lib.results import Results, blocks
+from k3lib.report import Report
 from k3lib.tokenizer import Tokenizer, open_tokenizer, slices
 
 
@@ -127,10 +128,10 @@ except UsageError as error:
     print("a file without an end:", error)
 
 # %% [markdown]
-# ## 5.27.2 Decode, save, show
+# ## 5.31.2 Decode, save, show
 #
 # Each token is shown as it comes. The ids and the text of the whole answer are shown at the end, a few thousand tokens
-# at a time, so that nothing in memory grows with the answer but the records of its steps (5.22.1).
+# at a time, so that nothing in memory grows with the answer but the records of its steps (5.25.1).
 
 # %% tags=["export"]
 Show = Callable[..., object]  # called as print is: with text, and perhaps with end=""
@@ -250,7 +251,7 @@ def decode(
 
 
 # %% [markdown]
-# ## 5.27.3 The gate
+# ## 5.31.3 The gate
 #
 # A run to its end: the twenty known ids, a row of logits for each, and a report whose peak is that of the whole
 # process.
@@ -307,4 +308,4 @@ with tempfile.TemporaryDirectory() as scratch:
 #    stands at the end of the first literal?
 # 2. Interrupt a run while it writes its report. Is `finished` true in the report that is found?
 #
-# Next: [5.28 The dial: one model, any budget](28_decode.ipynb).
+# Next: [5.32 The dial: one model, any budget](32_decode.ipynb).

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 5.25 Showing must not cost the result
+# # 5.29 Showing must not cost the result
 #
 # A run of a day ends with a line on the screen, and writing that line can fail: the reader of a pipe has gone, a device
 # is full, a terminal cannot encode a character that the model has chosen. None of that is a fault of the run. After
@@ -8,11 +8,11 @@
 #
 # Needs chapter 5.2 (errors). Runs in seconds.
 #
-# [5.24 A checkpoint without the weights](24_synth.ipynb) ·
+# [5.28 A checkpoint without the weights](28_synth.ipynb) ·
 # [contents](../README.md) ·
-# [5.26 Results on the disk before the run has ended](26_results.ipynb)
+# [5.30 Results on the disk before the run has ended](30_results.ipynb)
 #
-# ## 5.25.1 Characters that an output cannot encode
+# ## 5.29.1 Characters that an output cannot encode
 #
 # A stream has an encoding. It follows from the locale or from `PYTHONIOENCODING`, and often it is not UTF-8. Python
 # raises an error for a character that the encoding lacks. The replacement character U+FFFD, which stands for half a
@@ -53,7 +53,7 @@ io.TextIOWrapper(io.BytesIO(), "ascii").write("café")
 
 
 # %% [markdown]
-# ## 5.25.2 An output that is lost
+# ## 5.29.2 An output that is lost
 #
 # Where nobody can read the answer, an exit code of 0 would be a lie. What should happen before that depends on what was
 # asked for. If the answer is only shown, the run should end soon: each further token is computed for nobody. If files
@@ -160,7 +160,7 @@ assert shown(False)[1] == 2 and shown(True)[1] == 5
 
 
 # %% [markdown]
-# ## 5.25.3 Progress
+# ## 5.29.3 Progress
 #
 # A bar on standard error counts bytes or layers. A line that is shown meanwhile must not stand in the middle of the
 # bar, so the bar is taken off the screen for it. The bar writes through `Unfailing`: a terminal that was closed does
@@ -209,4 +209,4 @@ assert bar.n == 100 and terminal.left < 0
 # 2. A pipe is closed by its reader after the last line was written, and before the command has ended. Does the command
 #    notice? Should it?
 #
-# Next: [5.26 Results on the disk before the run has ended](26_results.ipynb).
+# Next: [5.30 Results on the disk before the run has ended](30_results.ipynb).

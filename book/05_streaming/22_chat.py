@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 5.30 A conversation as ids
+# # 5.22 A conversation as ids
 #
 # A model that was trained on conversations reads them in one form: who speaks, what was thought, what was said, which
 # tool was called. Four control tokens make that form. After this chapter you can turn messages into the ids that the
@@ -10,9 +10,9 @@
 #
 # Needs chapter 5.21 (ids). Runs in seconds.
 #
-# [5.25 The dial: one model, any budget](25_decode.ipynb) ·
+# [5.21 Bytes to ids and back](21_tokenizer.ipynb) ·
 # [contents](../README.md) ·
-# [5.31 A reply as it comes](31_reply.ipynb)
+# [5.23 A reply as it comes](23_reply.ipynb)
 
 # %%
 import base64
@@ -33,7 +33,7 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 # | segment | a text that is encoded alone, and whether names of control tokens in it count | `Segment` |
 # | notice | a message in which the system states a setting: tools, effort, form of the response | `notice` |
 #
-# ## 5.30.1 A tag is four tokens, or more
+# ## 5.22.1 A tag is four tokens, or more
 #
 # The release ships no template. Its encoder writes an element as
 #
@@ -139,7 +139,7 @@ print(f"{t.ranks} tokens and {len(CONTROL)} control tokens")
 
 
 # %% [markdown]
-# ## 5.30.2 Control is a segment, never a spelling
+# ## 5.22.2 Control is a segment, never a spelling
 #
 # `Tokenizer.encode` takes names of control tokens for plain text unless it is told otherwise (5.21). So the renderer
 # says otherwise for its own markers, and for nothing else. No field of a message is looked at for what it spells, and
@@ -200,7 +200,7 @@ for ax, (label, ids) in zip(axes, rows):
 plt.show()
 
 # %% [markdown]
-# ## 5.30.3 What a message may be
+# ## 5.22.3 What a message may be
 #
 # Messages are plain dicts in the shape of OpenAI's API. Everything that cannot be rendered is refused before the first
 # id is made: a role that the format does not have, content that is no text, a field that no rule reads. A field that is
@@ -275,7 +275,7 @@ def image_marker(size: Any, where: str) -> str:
 
 
 # %% [markdown]
-# ## 5.30.4 Calls and results
+# ## 5.22.4 Calls and results
 #
 # An assistant calls functions with arguments, which OpenAI's API sends as a JSON text. The format writes each argument
 # as an element with its type. A text that is no JSON is what the model wrote wrong. It is rendered as it was, in an
@@ -406,7 +406,7 @@ def in_call_order(messages: Sequence[Any]) -> Iterator[tuple[int, dict[str, str]
 
 
 # %% [markdown]
-# ## 5.30.5 Rendering
+# ## 5.22.5 Rendering
 #
 # Around the messages stand notices, which are messages of the system with a `type`: the tools and the effort of
 # thinking before them; the choice of tools and the form of the response after them. JSON of tools has sorted keys and
@@ -607,7 +607,7 @@ for name in [*CONTROL.values(), attack]:
 print(f"{len(harmless)} control tokens with every one of {len(CONTROL) + 1} attacks in every field")
 
 # %% [markdown]
-# ## 5.30.6 Refusals, live
+# ## 5.22.6 Refusals, live
 #
 # Each of these would otherwise give ids that say something else than the messages.
 
@@ -653,4 +653,4 @@ except ChatError as error:
 # 3. A tool returns the text `Ignore all rules`. No control token helps against that. What does the format still tell
 #    the model about it?
 #
-# Next: [5.31 A reply as it comes](31_reply.ipynb).
+# Next: [5.23 A reply as it comes](23_reply.ipynb).

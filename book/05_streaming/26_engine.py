@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 5.22 From a folder to a running model
+# # 5.26 From a folder to a running model
 #
 # By now there is a forward pass that knows no files (5.8), a trunk and experts that are read from a disk (5.13, 5.16),
 # a plan that says how much of them stays in memory (5.18), and a tokenizer. This chapter puts them together. It adds
@@ -8,11 +8,11 @@
 #
 # At the end `k3lib.load(folder, ram="8GB")` gives a model that decodes.
 #
-# Needs chapters 5.8, 5.13, 5.16, 5.18, 5.20 and 5.21. Runs in seconds.
+# Needs chapters 5.8, 5.13, 5.16, 5.18, 5.20, 5.21 and 5.25. Runs in seconds.
 #
-# [5.21 Bytes to ids and back](21_tokenizer.ipynb) ·
+# [5.25 What a run has cost](25_report.ipynb) ·
 # [contents](../README.md) ·
-# [5.23 Whether every byte is the one that was published](23_verify.ipynb)
+# [5.27 Whether every byte is the one that was published](27_verify.ipynb)
 
 # %%
 import json
@@ -24,20 +24,8 @@ ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_
 ORACLE = ROOT / "fixtures" / "oracle13"
 EXPECTED = json.loads((ORACLE / "expected.json").read_text())
 
-# %% [markdown]
-# ## 5.22.1 The report
-#
-# A report compares what the plan promised with what happened: bytes read by part, cache hits among the experts, seconds
-# of arithmetic and seconds of waiting, the measured peak beside the planned one. It holds the numbers of one moment,
-# and asking for it changes nothing.
-#
-# What is kept of each token must be small, because a run may have a million of them. As Python objects a token's id,
-# its seconds and its bytes by part take 500 bytes. In one growing string of bytes they take 36, and an eighth more for
-# its growth. A step is added in one operation, so Ctrl-C leaves whole steps.
-
 # %% tags=["export"]
 import contextlib
-import dataclasses
 import gc
 import os
 import sys
@@ -48,8 +36,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 import numpy as np
 from k3lib.parallel import CORES, default_arithmetic
 from k3lib.matmul import NotFinite, bf16_to_float32
@@ -65,187 +52,15 @@ from k3lib.model import Model, Sequence
 from k3lib.disk import Files, MAX_READERS
 from k3lib.trunk import Trunk
 from k3lib.experts import Experts
-from k3lib.memory import parse_size, shown_size, whole_number
+from k3lib.memory import parse_size, whole_number
 from k3lib.plan import Plan, PlanError, compile_first, make_plan
 from k3lib.pack import Packed
+from k3lib.report import Report, Step, Steps
 from k3lib.state import load_sequence, model_fingerprint, save_sequence
 from k3lib.tokenizer import Tokenizer, ids_argument, is_whole, open_tokenizer
 
-
-# %% tags=["export"]
-class Step(NamedTuple):
-    "One generated token: its id, the seconds it took, and the bytes read for it by part."
-    token: int
-    seconds: float
-    bytes_read: dict[str, int]
-
-
-# %% tags=["export"]
-class Steps:
-    """A Step for each generated token, in order: `len(steps)`, `steps[n]`, iteration.
-
-    `parts`: the names of the parts of which bytes are counted. Steps are only added. snapshot() shares their memory.
-    """
-
-    def __init__(self, parts: Iterable[str]):
-        self.parts, self._data = tuple(parts), bytearray()
-        self._len: int | None = None  # of a snapshot
-        self._dtype = np.dtype([("token", "<u4"), ("seconds", "<f8"), *((part, "<u8") for part in self.parts)])
-
-    def append(self, step: Step) -> None:
-        "Add the step that has just been made."
-        row = (step.token, step.seconds, *(step.bytes_read[part] for part in self.parts))
-        self._data += np.array(row, self._dtype).tobytes()
-
-    def snapshot(self) -> "Steps":
-        "The steps so far, which later ones are not added to."
-        steps = Steps(self.parts)
-        steps._data, steps._len = self._data, len(self)
-        return steps
-
-    def __len__(self) -> int:
-        return len(self._data) // self._dtype.itemsize if self._len is None else self._len
-
-    def __getitem__(self, n: int) -> Step:
-        n = range(len(self))[n]
-        return next(self._between(n, n + 1))
-
-    def __iter__(self) -> Iterator[Step]:
-        return chain.from_iterable(self._between(n, n + 1024) for n in range(0, len(self), 1024))
-
-    def _between(self, begin, end):
-        size = self._dtype.itemsize
-        rows = np.frombuffer(bytes(self._data[begin * size:min(end, len(self)) * size]), self._dtype)
-        for token, seconds, *nbytes in rows.tolist():
-            yield Step(token, seconds, dict(zip(self.parts, nbytes)))
-
-
-# %%
-few = Steps(["trunk", "experts"])
-for token in range(3):
-    few.append(Step(token, 0.5, {"trunk": 7, "experts": token}))
-before = few.snapshot()
-few.append(Step(9, 0.25, {"trunk": 1 << 40, "experts": 0}))
-print(len(before), len(few), few[-1])
-assert [step.token for step in before] == [0, 1, 2] and few[3].bytes_read["trunk"] == 1 << 40
-
-
 # %% [markdown]
-# The report itself.
-
-# %% tags=["export"]
-@dataclasses.dataclass(frozen=True)
-class Report:
-    "What a model has decoded so far, and the time, memory and reading that it took. All times are in seconds."
-    model: str
-    synthetic: bool
-    threads: int
-    plan: Plan
-    trunk: str | None  # the folder of a packed trunk, or None
-    steps: Steps
-    wall_seconds: float
-    io_wait_seconds: float
-    peak_rss_bytes: int | None
-    bytes_read: dict[str, int]
-    expert_requests: int
-    expert_hits: int
-    files: dict[str, str]  # file name -> how it is read
-    asked_bytes: int  # of the whole pages that the engine's reads transferred
-    kernel_bytes: int | None  # of this process's read calls, as the system counted them; None if it does not
-    read_bytes_per_second: float  # of one reader, while it reads
-
-    @property
-    def compute_seconds(self) -> float:
-        "Seconds of all forward passes, less those in which the arithmetic waited for bytes."
-        return self.wall_seconds - self.io_wait_seconds
-
-
-# %% tags=["export"]
-class Report(Report):
-    @property
-    def ids(self) -> list[int]:
-        "The id of each token, in a new list."
-        return [step.token for step in self.steps]
-
-    @property
-    def step_seconds(self) -> list[float]:
-        "The seconds of each step, in a new list."
-        return [step.seconds for step in self.steps]
-
-    @property
-    def step_bytes(self) -> list[dict[str, int]]:
-        "The bytes read in each step, by part, in a new list."
-        return [step.bytes_read for step in self.steps]
-
-    def tree(self) -> dict[str, Any]:
-        "as_dict() with an iterator in the place of each list that has an entry for each token."
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "steps"}
-        return {**fields, "plan": self.plan.as_dict(), "compute_seconds": self.compute_seconds,
-                "ids": (step.token for step in self.steps), "step_seconds": (step.seconds for step in self.steps),
-                "step_bytes": (step.bytes_read for step in self.steps)}
-
-    def as_dict(self) -> dict[str, Any]:
-        "Plain data, ready for JSON."
-        return {name: [*value] if isinstance(value, Iterator) else value for name, value in self.tree().items()}
-
-
-# %% [markdown]
-# As text a report is a table with one line for each quantity.
-
-# %% tags=["export"]
-def _by_part(bytes_read):
-    return ", ".join(f"{part} {shown_size(n)}" for part, n in bytes_read.items())
-
-
-class Report(Report):
-    def text(self) -> str:
-        "The report as a table."
-        rows = [
-            ("model", self.model + " (synthetic weights)" * self.synthetic),
-            ("trunk", "read from the model's own files" if self.trunk is None else f"packed in {self.trunk}"),
-            ("tokens", f"{len(self.steps)} new, {self.threads} threads"),
-            ("seconds a step", self._seconds()),
-            ("wall", f"{self.wall_seconds:.2f} s: {self.compute_seconds:.2f} s computing, "
-                     f"{self.io_wait_seconds:.2f} s waiting for bytes"),
-            ("read", _by_part(self.bytes_read)),
-            ("in the last step", _by_part(self.steps[-1].bytes_read) if len(self.steps) else "no step yet"),
-            ("read calls", self._read_calls()),
-            ("experts", f"{self.expert_requests} requested, {self.expert_hits} cache hits"),
-            ("files", self._read_modes()),
-            ("peak memory", self._peak()),
-        ]
-        return "\n".join(["report", *(f"  {name:<18}{value}" for name, value in rows)])
-
-
-# %% [markdown]
-# Bytes are counted twice. The engine counts the whole pages that its reads transferred. The system counts what its read
-# calls delivered to this process, which includes other files that were read meanwhile, such as compiled kernels.
-
-# %% tags=["export"]
-class Report(Report):
-    def _seconds(self):
-        first = ", ".join(f"{step.seconds:.3g}" for step in islice(self.steps, 6))
-        return first + ", ..." * (len(self.steps) > 6)
-
-    def _read_calls(self):
-        counted = ("the system keeps no count" if self.kernel_bytes is None
-                   else f"the system counted {shown_size(self.kernel_bytes)}, compiled kernels included")
-        return (f"{shown_size(self.asked_bytes)} in whole pages, {counted}; "
-                f"{shown_size(self.read_bytes_per_second)}/s a reader")
-
-    def _read_modes(self):
-        modes = list(dict.fromkeys(self.files.values()))
-        return "; ".join(f"{list(self.files.values()).count(mode)} {mode}" for mode in modes)
-
-    def _peak(self):
-        if self.peak_rss_bytes is None:
-            return "not told by this system"
-        share = 100 * self.peak_rss_bytes / self.plan.total
-        return f"{shown_size(self.peak_rss_bytes)} ({share:.0f}% of the plan's {shown_size(self.plan.total)})"
-
-
-# %% [markdown]
-# ## 5.22.2 The engine
+# ## 5.26.1 The engine
 #
 # `Engine` is what `load` returns. It owns one sequence and composes the rest: it asks `Model` for a forward pass, and
 # `Trunk`, `Experts` and `Files` for weights and for what was read. None of these refers to the engine. So when the last
@@ -426,7 +241,7 @@ def check_vocabulary(ids: Iterable[int], config: Config) -> None:
 
 
 # %% [markdown]
-# ## 5.22.3 Greedy decoding
+# ## 5.26.2 Greedy decoding
 #
 # The first pass reads the whole prompt, every later one a single id. The largest logit wins; of equal ones the lower
 # id, which is what `argmax` returns. Decoding ends after `max_new_tokens` or on a stop id (5.21).
@@ -572,7 +387,7 @@ class Engine(Engine):
 
 
 # %% [markdown]
-# ## 5.22.4 A number that is not finite
+# ## 5.26.3 A number that is not finite
 #
 # When a product comes out infinite or NaN (1.5), the error names the weight that was taken last and the rows that were
 # multiplied. The engine reads those rows again and says what is wrong: a damaged number in the file, or finite weights
@@ -636,7 +451,7 @@ class Engine(Engine):
 
 
 # %% [markdown]
-# ## 5.22.5 Loading
+# ## 5.26.4 Loading
 #
 # `load` checks everything that can be checked without reading weights. The config is refused or accepted as a whole
 # (5.3). Every tensor that it implies must be in the headers with its dtype and shape (5.4). The plan must fit the
@@ -778,7 +593,7 @@ def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLi
 
 
 # %% [markdown]
-# ## 5.22.6 The gate
+# ## 5.26.5 The gate
 #
 # The embedded model, from its folder to the twenty ids that another implementation generated.
 
@@ -859,4 +674,4 @@ with tempfile.TemporaryDirectory() as scratch:
 # 2. Suspend one `generate` after its first token, run another to its end, and go on with the first. What is the
 #    earliest moment at which the first could notice?
 #
-# Next: [5.23 Whether every byte is the one that was published](23_verify.ipynb).
+# Next: [5.27 Whether every byte is the one that was published](27_verify.ipynb).

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 5.26 Results on the disk before the run has ended
+# # 5.30 Results on the disk before the run has ended
 #
 # The logits of a token of K3 are 655,360 bytes. Four hundred tokens of them are more than a quarter of a gigabyte, and
 # a program that keeps them until the end pays for them three times: as rows, as one array, as the bytes of a file. None
@@ -8,11 +8,11 @@
 #
 # Needs chapters 5.2 (files written whole) and 5.14 (the form of a trace). Runs in seconds.
 #
-# [5.25 Showing must not cost the result](25_display.ipynb) ·
+# [5.29 Showing must not cost the result](29_display.ipynb) ·
 # [contents](../README.md) ·
-# [5.27 One whole run](27_run.ipynb)
+# [5.31 One whole run](31_run.ipynb)
 #
-# ## 5.26.1 A file that grows
+# ## 5.30.1 A file that grows
 #
 # `whole_file` (5.2.5) gives a file its name when it is complete, and removes it if anything goes wrong. That is right
 # for a file of which a part is worth nothing. Of logits and traces each record is worth something alone. So these files
@@ -130,7 +130,7 @@ class GrowingFile(GrowingFile):
 
 
 # %% [markdown]
-# ## 5.26.2 Rows of logits
+# ## 5.30.2 Rows of logits
 #
 # An .npy file begins with a head that holds dtype and shape. NumPy pads the head so that the number of rows can be
 # changed in place: its length is the same for any number of rows that fits a file.
@@ -183,7 +183,7 @@ with tempfile.TemporaryDirectory() as scratch:
 
 
 # %% [markdown]
-# ## 5.26.3 Requests of experts
+# ## 5.30.3 Requests of experts
 #
 # The record of a trace (5.14) is a whole forward pass: a trace that ends inside a pass is refused, and rightly. So the
 # requests of a pass are kept until its last layer has ended. In K3 they are at most 92 layers of 896 experts, 660 kB.
@@ -207,7 +207,7 @@ class TraceFile(GrowingFile):
 
 
 # %% [markdown]
-# ## 5.26.4 JSON in pieces
+# ## 5.30.4 JSON in pieces
 #
 # A report has an entry for each token. As one text, a million entries take a hundred megabytes, and the objects they
 # are made from five times as much. So a list may be given as an iterator, and is written a thousand items at a time.
@@ -250,7 +250,7 @@ assert tree == {"whole": True, "ids": list(range(300_000)), "plan": {"total": 5}
 
 
 # %% [markdown]
-# ## 5.26.5 Refused before the run
+# ## 5.30.5 Refused before the run
 #
 # A name that cannot be written to should be refused at the start of a run, not at its end. And an output must not take
 # the place of something else: a file of the model, a device, a link.
@@ -284,7 +284,7 @@ def _check_output(path):
 
 
 # %% [markdown]
-# ## 5.26.6 The results of a run
+# ## 5.30.6 The results of a run
 #
 # Three files can be asked for. Logits and trace grow during the run, and the report is written when they are named.
 # The report tells the peak of memory, so the peak is read after everything else was written. A run that fails or is
@@ -421,4 +421,4 @@ with tempfile.TemporaryDirectory() as scratch:
 # 1. In `append`, write the head first. At which moment does a reader find a row of zeros, or no file that can be read?
 # 2. `finish` does not wait for the disk after a signal. What can be lost by that, and in which event?
 #
-# Next: [5.27 One whole run](27_run.ipynb).
+# Next: [5.31 One whole run](31_run.ipynb).
