@@ -278,7 +278,7 @@ def _census(args):
 
     _check_outputs(args.model, args.json)
     config = read_config(args.model)
-    census = Checkpoint(args.model).census(experts_per_token=config.num_experts_per_token)
+    census = Checkpoint(args.model).census(config=config)
     _say(census.table() + "\nsynthetic weights" * is_synthetic(args.model))
     if args.json:
         _write_json(args.json, census.as_dict())

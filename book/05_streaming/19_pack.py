@@ -200,10 +200,11 @@ def pack(checkpoint: Checkpoint, names: Iterable[str], folder: str | os.PathLike
     checkpoint, or if the folder holds other safetensors files; OSError if the disk is full; UsageError if `folder` is
     no path.
     """
-    folder = given_path("folder", folder)
+    folder, names = given_path("folder", folder), [*names]
     for layer, why in checkpoint.contiguity().broken_layers.items():
-        raise CheckpointError(f"{checkpoint.path}: layer {layer} is not in one piece: {why}; it can be streamed, "
-                              "but not packed")
+        if any(layer_of(name) == layer for name in names):
+            raise CheckpointError(f"{checkpoint.path}: layer {layer} is not in one piece: {why}; it can be streamed, "
+                                  "but not packed")
     os.makedirs(folder, exist_ok=True)
     files = _trunk_files(checkpoint, names, os.fspath(folder))
     found = {name for name in os.listdir(folder) if name.endswith(".safetensors")}
