@@ -99,7 +99,7 @@ def _census(args):
 
     check_outputs(args.model, args.json)
     config = read_config(args.model)
-    census = Checkpoint(args.model).census(experts_per_token=config.num_experts_per_token)
+    census = Checkpoint(args.model).census(config=config)
     if args.json is not None:
         write_json(args.json, census.as_dict())
     args.show(census.table() + "\nsynthetic weights" * is_synthetic(args.model))

@@ -242,6 +242,7 @@ class Verified:
     """What verify() has compared with what.
 
     `damaged`: {file name, or the model's path for a fault of several files: a line that says what is wrong}.
+    `unusual`: lines on what is odd and changes no number.
     `compared`: {source of expected hashes: how many files have them}. `unknown`: names of files without an
     expected hash. `hashes`: {name: SHA-256} of the files that were hashed and are not damaged. `resumed`: how many of
     them an unfinished run had hashed. `not_kept`: why a later run cannot continue this one, or None.
@@ -254,6 +255,7 @@ class Verified:
     config_checked: bool = False
     published_sizes: bool = False
     damaged: dict[str, str] = field(default_factory=dict)
+    unusual: list[str] = field(default_factory=list)
     compared: dict[str, int] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     hashes: dict[str, str] = field(default_factory=dict)
@@ -269,7 +271,8 @@ class Verified:
     def text(self) -> str:
         "The account as a table of two columns."
         damaged = f"{len(self.damaged)}: {', '.join(self.damaged)}" if self.damaged else "nothing found"
-        rows = [*self._structure(), *self._contents(), ("damaged", damaged)]
+        unusual = [("unusual", f"but harmless: {line}") for line in self.unusual]
+        rows = [*self._structure(), *self._contents(), *unusual, ("damaged", damaged)]
         return "\n".join([f"{self.model}: {len(self.files)} files", *(f"  {what:<17}{text}" for what, text in rows)])
 
     def _structure(self):
@@ -304,7 +307,9 @@ def _check_structure(result, folder, config, check):
     "Compare headers, index, config and sizes, and note the outcome in `result`."
     try:
         with Checkpoint(folder) as checkpoint:
-            result.tensors = len(checkpoint)
+            result.tensors, result.unusual = len(checkpoint), [*checkpoint.unusual, *(config.unusual if config else ())]
+            others = [name for file in checkpoint.files if (name := os.path.basename(file)) not in result.shards]
+            result.shards, result.files = result.shards + others, result.files + others
             if check is not None:
                 check(config, checkpoint)
                 result.config_checked = True

@@ -295,8 +295,9 @@ def pack(checkpoint: Checkpoint, names: Iterable[str], folder: str | os.PathLike
     if not isinstance(checkpoint, Checkpoint):
         raise UsageError(f"checkpoint is {shown_value(checkpoint)}: a Checkpoint is needed")
     for layer, why in checkpoint.contiguity().broken_layers.items():
-        raise CheckpointError(f"{checkpoint.path}: layer {layer} is not in one piece: {why}; it can be streamed, "
-                              "but not packed")
+        if any(layer_of(name) == layer for name in names):
+            raise CheckpointError(f"{checkpoint.path}: layer {layer} is not in one piece: {why}; it can be streamed, "
+                                  "but not packed")
     os.makedirs(folder, exist_ok=True)
     files = _trunk_files(checkpoint, names, str(folder))
     with _alone(str(folder)) as alone:

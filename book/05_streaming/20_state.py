@@ -102,7 +102,8 @@ def model_fingerprint(config: Config, tensors: Iterable[tuple[str, Extent, np.nd
     `tensors`: (name, extent, values) of every tensor of the forward pass, in its order. `values` is all of a vector, or
     the first row of a matrix.
     """
-    fields = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in dataclasses.asdict(config).items()}
+    fields = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in dataclasses.asdict(config).items()
+              if k not in ("num_nextn_predict_layers", "unusual")}  # nothing is computed from these
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
     for name, extent, values in tensors:
         digest.update(f"{name} {extent.dtype} {extent.shape}\n".encode())
