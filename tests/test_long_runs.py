@@ -61,7 +61,8 @@ def test_logits_of_a_long_run_take_no_memory(wide, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["l.npy", "r.json"]
 
 
-@pytest.mark.parametrize("text", ["words", "symbols", "no UTF-8"])
+@pytest.mark.parametrize("text", ["words", pytest.param("symbols", marks=pytest.mark.large),
+                                  pytest.param("no UTF-8", marks=pytest.mark.large)])
 def test_a_prompt_file_that_no_budget_holds_is_refused_in_bounded_memory(text, tmp_path):
     rng, file = random.Random(3), tmp_path / "prompt"
     block = {"words": b"the capital of France is ",
@@ -103,7 +104,7 @@ def test_what_a_killed_run_had_made_can_be_read(tmp_path):
     assert replay.returncode == 0 and re.match(r"[0-9]+ steps over 12 layers", replay.stdout), replay.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.large)])
 def test_what_an_interrupted_run_has_made_gets_its_name(number, tmp_path):
     run = started(tmp_path, "--logits", "l.npy", "--json", "r.json")
     run.send_signal(number)
@@ -116,6 +117,7 @@ def test_what_an_interrupted_run_has_made_gets_its_name(number, tmp_path):
     assert len(report["step_seconds"]) == len(report["step_bytes"]) == len(report["ids"])
 
 
+@pytest.mark.large
 def test_an_interrupted_trace_holds_whole_passes(tmp_path):
     run = started(tmp_path, "--out", "t", command="trace")
     run.send_signal(signal.SIGINT)
