@@ -42,7 +42,8 @@ NO_NUMBERS = [True, 1.5, "x", b"1", None, [1], {}, np.array([1, 2])]
 
 
 def names(values):
-    return [ascii(value).replace("\n", "") for value in values]
+    shown = [value if not isinstance(value, memoryview) else value.tobytes() for value in values]  # it shows an address
+    return [f"{type(value).__name__} {ascii(text)}".replace("\n", "") for value, text in zip(values, shown)]
 
 
 # Loading
