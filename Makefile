@@ -18,7 +18,7 @@ PY := $(BIN)/python
 PYTEST := $(PY) -m pytest -rs -n 2 --dist loadfile --no-loadscope-reorder
 NBVAL := --nbval --nbval-sanitize-with tests/nbval.cfg --nbval-kernel-name python3
 
-.PHONY: decode test test-all check lint export tidy format graph book scale matrix bench bench-history faults clean
+.PHONY: decode test test-all check lint export tidy format graph book scale matrix bench bench-history faults environments clean
 
 decode: .venv/ready
 	mkdir -p out
@@ -77,6 +77,9 @@ bench-history:
 
 faults: .venv/ready
 	$(PY) tests/faults.py
+
+environments: .venv/ready
+	$(PY) tests/environments.py
 
 clean:
 	rm -rf .venv out k3lib/__pycache__ .mypy_cache .ruff_cache build dist *.egg-info
