@@ -20,7 +20,7 @@ PY := $(BIN)/python
 PYTEST := $(PY) -m pytest -rs -n 2 --dist loadfile --no-loadscope-reorder
 NBVAL := --nbval --nbval-sanitize-with tests/nbval.cfg --nbval-kernel-name python3
 
-.PHONY: decode lab site site-test test test-all check lint export tidy format graph book scale matrix bench bench-history faults clean
+.PHONY: decode lab site site-test test test-all check lint export tidy format graph book scale matrix bench bench-history faults environments clean
 
 lab: .venv/ready
 	$(PY) -m jupyterlab book/00_k3/01_k3.ipynb
@@ -93,6 +93,9 @@ bench-history:
 
 faults: .venv/ready
 	$(PY) tests/faults.py
+
+environments: .venv/ready
+	$(PY) tests/environments.py
 
 clean:
 	rm -rf .venv out k3lib/__pycache__ .mypy_cache .ruff_cache build dist *.egg-info
