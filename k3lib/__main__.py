@@ -9,6 +9,11 @@ def run() -> int:
     "The exit code of the command on the command line. After a signal, this function ends the process with its code."
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of numpy's products, which no command uses: else one a core
     try:
+        os.getcwd()
+    except OSError:  # libraries look for their files there
+        print("k3: the current folder was removed: change to another one", file=sys.stderr)
+        return 2
+    try:
         from k3lib.cli import main
 
         code = main()
