@@ -10,16 +10,32 @@ def run() -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of numpy's products, which no command uses: else one a core
     try:
         _occupy_closed_outputs()
+        if _folder_is_gone():  # libraries look for their files there
+            _complain("k3: the current folder was removed: change to another one")
+            return 2
         from k3lib.cli import main
 
         code = main()
     except KeyboardInterrupt:  # before main listens to signals
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            print(f"k3 {' '.join(sys.argv[1:2])}: interrupted", file=sys.stderr)
+        _complain(f"k3 {' '.join(sys.argv[1:2])}: interrupted")
         code = 130
     finally:
         _forget_unwritten()
     return code if code < 128 else _end_at_once(code)
+
+
+def _folder_is_gone():
+    try:
+        os.getcwd()
+        return False
+    except OSError:
+        return True
+
+
+def _complain(line):
+    "Write a line to standard error, as far as that can be written."
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        print(line, file=sys.stderr)
 
 
 def _occupy_closed_outputs():

@@ -9,6 +9,7 @@ import hashlib
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -283,6 +284,7 @@ def compile_for(name: str, *args: Any) -> None:
     _kernels[f"k3lib.{name}"].compile(tuple(map(numba.typeof, args)))
 
 
+ENTRIES_BYTES = 8_000_000  # more than all entries take
 _apart_failed = False
 
 
@@ -294,7 +296,7 @@ def _folder_to_compile_in():
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
-            return folder
+            return folder if shutil.disk_usage(folder).free >= ENTRIES_BYTES else None
     return None
 
 
@@ -316,14 +318,22 @@ def compile_apart(program: str) -> None:
     if sys.stderr is not None and sys.stderr.isatty():
         _say_once("k3: compiling all kernels, once for this installation and this CPU")
     code = f"import sys; sys.path[:] = {ascii([path for path in sys.path if isinstance(path, str)])}\n{program}"
-    with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as scratch:
+    with contextlib.suppress(OSError), _temporary_folder(folder) as scratch:
         subprocess.run([sys.executable, "-c", code, scratch], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                        stderr=subprocess.DEVNULL)
     _apart_failed = not all_kept()
 
 
+def _temporary_folder(other):
+    "A temporary folder where the system wants such folders to be, or else in the folder `other`."
+    try:
+        return tempfile.TemporaryDirectory(prefix="k3-", ignore_cleanup_errors=True)
+    except OSError:
+        return tempfile.TemporaryDirectory(prefix="k3-", dir=other, ignore_cleanup_errors=True)
+
+
 __all__ = [
     "HERE", "SOURCES", "source", "loaded_code", "python_runs", "inlined_sources", "source_digest", "cache_folders",
     "say_uncached", "MAX_ENTRIES", "KernelCache", "kernel", "inner", "all_kept", "write_list", "compile_for",
-    "compiles_here", "compile_apart",
+    "ENTRIES_BYTES", "compiles_here", "compile_apart",
 ]

@@ -182,7 +182,7 @@ def main():
     if not args.only_budgets:
         kernels = tempfile.TemporaryDirectory()  # the other rows find there what this one compiles
         os.environ["NUMBA_CACHE_DIR"] = kernels.name
-        table.add(f"{lowest}, nothing compiled yet", decode(folder, lowest, 2, 2)[0], 1.3 * size(lowest))
+        table.add(f"{lowest}, nothing compiled yet", decode(folder, lowest, 2, 2)[0], size(lowest))
     first, text = decode(folder, lowest, 2, tokens, limited=True)
     table.add(lowest, first, size(lowest))
     table.show(text)

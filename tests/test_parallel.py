@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from common import MODEL, ROOT
+from llvmlite import binding as llvm
+from llvmlite import ir
 from numba import njit
 
 import k3lib
@@ -272,6 +274,23 @@ def test_tables_of_kernels_do_not_depend_on_the_mode():
     tables = [subprocess.run([sys.executable, "-c", TABLES, "", mode], capture_output=True, text=True, env=env).stdout
               for mode in ("usual", "flush")]
     assert tables[0] == tables[1] and len(tables[0]) > 4000
+
+
+@pytest.mark.parametrize("arch, instructions", [
+    ("x86_64", ("stmxcsr", "ldmxcsr", "8064")), ("aarch64", ("mrs", "msr", "FPCR")), ("arm64", ("mrs", "msr", "FPCR"))])
+def test_the_register_of_each_processor_is_read_and_written(arch, instructions):
+    module = ir.Module()
+    function = ir.Function(module, ir.FunctionType(ir.IntType(64), [ir.IntType(64)]), "exchange")
+    builder = ir.IRBuilder(function.append_basic_block())
+    builder.ret(parallel._write_mode(builder, arch, function.args[0]))
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    try:
+        machine = llvm.Target.from_triple(f"{arch}-unknown-linux-gnu").create_target_machine()
+    except RuntimeError as error:
+        pytest.skip(f"this LLVM makes no code for {arch}: {error}")
+    text = machine.emit_assembly(llvm.parse_assembly(str(module))).lower()
+    assert all(word.lower() in text for word in instructions), text
 
 
 def test_default_arithmetic_restores_what_was():

@@ -180,6 +180,12 @@ def test_a_relative_folder_is_the_one_where_the_process_began(installed, kept, t
     assert list((tmp_path / "elsewhere").iterdir()) == [], "it looked for kernels here, and compiled them anew"
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="a current folder cannot be removed here")
+def test_a_current_folder_that_was_removed_is_named(installed, tmp_path):
+    run = python(installed, *DECODE, cwd=tmp_path, preexec_fn=tmp_path.rmdir)
+    assert (run.returncode, run.stderr) == (2, "k3: the current folder was removed: change to another one\n")
+
+
 def test_a_source_that_cannot_be_read_stops_nothing(installed, tmp_path):
     "Editors leave links to nothing beside a file that is open, with its ending."
     shutil.copytree(installed, tmp_path / "copy")

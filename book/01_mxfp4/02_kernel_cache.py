@@ -22,6 +22,7 @@ import hashlib
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -450,15 +451,17 @@ def compile_for(name: str, *args: Any) -> None:
 
 
 # %% [markdown]
-# The process needs a folder that can be written, for the entries and for the files that its program makes. A Python
-# that is part of another program cannot be started anew by its name; neither can a process that may start no other.
-# Then the kernels are compiled where they are used, and the plan says so. A failure is remembered, so that it does not
-# cost time again.
+# The process needs a folder that can be written and has room for all entries, and one for the files that its program
+# makes. A Python that is part of another program cannot be started anew by its name; neither can a process that may
+# start no other. Then the kernels are compiled where they are used, and the plan says so. A failure is remembered, so
+# that it does not cost time again.
 
 # %% tags=["export"]
+ENTRIES_BYTES = 8_000_000  # more than all entries take
 _apart_failed = False
 
 
+# %% tags=["export"]
 def _folder_to_compile_in():
     "A cache folder that can be written; None if there is none, or if no other process can compile."
     if _apart_failed or not re.match(r"(python|pypy)", os.path.basename(sys.executable or ""), re.I):
@@ -467,7 +470,7 @@ def _folder_to_compile_in():
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
-            return folder
+            return folder if shutil.disk_usage(folder).free >= ENTRIES_BYTES else None
     return None
 
 
@@ -489,10 +492,18 @@ def compile_apart(program: str) -> None:
     if sys.stderr is not None and sys.stderr.isatty():
         _say_once("k3: compiling all kernels, once for this installation and this CPU")
     code = f"import sys; sys.path[:] = {ascii([path for path in sys.path if isinstance(path, str)])}\n{program}"
-    with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as scratch:
+    with contextlib.suppress(OSError), _temporary_folder(folder) as scratch:
         subprocess.run([sys.executable, "-c", code, scratch], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                        stderr=subprocess.DEVNULL)
     _apart_failed = not all_kept()
+
+
+def _temporary_folder(other):
+    "A temporary folder where the system wants such folders to be, or else in the folder `other`."
+    try:
+        return tempfile.TemporaryDirectory(prefix="k3-", ignore_cleanup_errors=True)
+    except OSError:
+        return tempfile.TemporaryDirectory(prefix="k3-", dir=other, ignore_cleanup_errors=True)
 
 
 # %% [markdown]

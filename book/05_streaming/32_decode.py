@@ -207,7 +207,8 @@ print(f"the KDA state alone: {shown_size(state)}; the rest of a gigabyte pins {s
 # because they are small; and the front of the trunk, as far as the budget goes.
 #
 # The figure shows the peaks and the bytes of these runs. The cross above the line is a run in which no kernel had been
-# compiled yet: the memory of the compiler is not part of the plan.
+# compiled yet. It was measured when a run compiled its kernels itself, in memory that was part of no plan. Now another
+# process does so first (5.18.2).
 #
 # Why pin, and not cache? Forward passes are a cycle, and on a cycle the least recently used row block is the one needed
 # next. An LRU cache of 90% of the trunk would save nothing; 90% of it pinned saves 90% (5.13). Why the trunk first? A
