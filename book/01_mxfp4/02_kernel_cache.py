@@ -481,6 +481,11 @@ def compiles_here(apart: bool) -> bool:
     return not apart or _folder_to_compile_in() is None
 
 
+# %% [markdown]
+# The other process gets the modules' folders from this one, and its output goes nowhere. If it fails for any reason,
+# this process compiles the kernels itself, when they are first called.
+
+# %% tags=["export"]
 def compile_apart(program: str) -> None:
     """Unless all kernels are kept, let a new process run `program`, which compiles them and ends with write_list().
 
