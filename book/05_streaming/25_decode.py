@@ -374,7 +374,7 @@ with tempfile.TemporaryDirectory() as scratch:
     given = {"--threads": threads, "--trunk": trunk, "--ids": ids, "--prompt": prompt}
     command += [word for option, value in given.items() if value not in (0, "") for word in (option, str(value))]
     run = subprocess.run(command, capture_output=True, text=True)
-    print(run.stdout, end="")
+    print(run.stdout.replace(f"{Path.cwd()}{os.sep}", ""), end="")  # the report has the whole path
     if run.returncode:
         raise SystemExit(run.stderr.strip())
     report = json.loads(record.read_text())
