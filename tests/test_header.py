@@ -217,6 +217,15 @@ def test_many_tensors_of_types_that_are_not_known(tmp_path):
             assert c.census().payload_bytes == at + 3 and c.census().other_bytes == at + 3
 
 
+def test_a_place_that_ends_before_it_begins_is_read_by_nobody(tmp_path):
+    "The file ends where the last tensor does. Its type is not known, so its size is not, either."
+    text = TOY.replace(b"BF16", b"NEW").replace(b"[8,14]", b"[8,4]")
+    assert quick_header(text, 4) is None
+    (tmp_path / "model.safetensors").write_bytes(file_of(text, TOY_DATA[:4]))
+    with pytest.raises(CheckpointError, match=r"'b': data_offsets \[8, 4\] span -4 bytes"):
+        Checkpoint(tmp_path)
+
+
 def test_an_array_that_numpy_cannot_make(tmp_path):
     text = b'{"a":{"dtype":"F32","shape":[4611686018427387904,0,4],"data_offsets":[0,0]}}'
     (tmp_path / "model.safetensors").write_bytes(file_of(text, b""))

@@ -192,7 +192,7 @@ print("wrong:  ", *toy.wrong, sep="\n  ")
 # %% [markdown]
 # ## 5.3.3 The fields that are read
 #
-# Four tables hold every field. Integers and reals have a range in which they are accepted. The upper ends are ten or
+# Four tables hold most fields. Integers and reals have a range in which they are accepted. The upper ends are ten or
 # more times K3's own numbers; a larger size is refused before anything is allocated for it.
 
 # %% tags=["export"]

@@ -623,5 +623,5 @@ scratch.cleanup()
 # **Exercises.**
 # 1. Write `rows(checkpoint, name, first, count)` with `extent` and `read_exactly`, so that a token's row of the
 #    embedding is read in 14,336 bytes and not in 2.35 GB. Compare it with `raw(name)[first:first + count]`.
-# 2. Add `"made_from": ["a.safetensors", "b.safetensors"]` to a list's metadata. For which values of `INDEX_BLOCK` is
-#    the list refused, and with which message?
+# 2. Add `"made_from": ["a.safetensors", "b.safetensors"]` to a list's metadata. For which values of `INDEX_BLOCK` does
+#    a cut fall into it, and what does `index_pieces` do then? How long may such a value be?

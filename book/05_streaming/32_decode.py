@@ -378,7 +378,7 @@ with tempfile.TemporaryDirectory() as scratch:
     run = subprocess.run(command, capture_output=True, encoding="utf-8", errors="backslashreplace",
                          env={**os.environ, "PYTHONIOENCODING": "utf-8"})
     report = json.loads(record.read_text()) if record.exists() else None
-    print(run.stdout, end="")
+    print(run.stdout.replace(f"{Path.cwd()}{os.sep}", ""), end="")  # the report has the whole path
     if run.returncode:
         raise SystemExit(run.stderr.strip())
 
