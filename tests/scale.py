@@ -23,6 +23,7 @@ import numpy as np
 from common import ROOT
 
 from k3lib.display import Display
+from k3lib.system import system_lines
 
 MEASURED = ROOT / "fixtures" / "measured" / "scale.json"
 GROUP = Path("/sys/fs/cgroup/memory/k3-scale")  # v1; elsewhere the limit on private memory has to do
@@ -54,8 +55,7 @@ print(json.dumps({**model.report.as_dict(), "step_seconds": seconds}))
 
 def machine():
     "What the figures were measured on."
-    with open("/proc/cpuinfo") as info:
-        names = [line.split(":")[1].strip() for line in info if line.startswith("model name")]
+    names = [line.partition(":")[2].strip() for line in system_lines("/proc/cpuinfo") if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {"cpu": names[0] if names else platform.machine(), "cores": os.cpu_count(), "memory_bytes": memory,
             "system": f"{platform.system()} {platform.release()}", "python": platform.python_version(),

@@ -197,8 +197,10 @@ def compile_first() -> None:
 
 def _advice(parts):
     "What can be done about a part for compiling."
-    return ("; kernels that are kept need less: let NUMBA_CACHE_DIR name a folder that can be written"
-            if COMPILE_RSS in parts.values() else "")
+    if COMPILE_RSS not in parts.values():
+        return ""
+    return (f"; {shown_size(COMPILE_RSS)} less once the kernels are compiled and kept, as a run does it for which "
+            f"{shown_size(COMPILER_RSS)} more are free and NUMBA_CACHE_DIR can be written")
 
 
 # %% tags=["export"]
