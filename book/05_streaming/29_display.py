@@ -48,7 +48,7 @@ for encoding in "utf-8", "latin-1", "ascii", "utf-16", "shift_jis":
 # %% [markdown]
 # Without the escape the third line would have been an exception, as it is here:
 
-# %% tags=["nbval-raises-exception"]
+# %% tags=["raises-exception"]
 io.TextIOWrapper(io.BytesIO(), "ascii").write("café")
 
 
