@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import weakref
 from pathlib import Path
 
@@ -228,6 +229,8 @@ def cell():
         shown = io.StringIO()
         with contextlib.redirect_stderr(shown):
             session.runsource(source, "<cell>", "exec")
+        if shown.getvalue():  # as IPython does, which shows variables of the functions
+            assert all(frame.f_locals is not None for frame, _ in traceback.walk_tb(sys.last_value.__traceback__))
         return shown.getvalue()
 
     last = {name: getattr(sys, name) for name in ("last_type", "last_value", "last_traceback") if hasattr(sys, name)}

@@ -523,6 +523,7 @@ def free_dropped_models() -> None:
             if frame.f_globals.get("__name__", "").startswith("k3lib."):
                 with contextlib.suppress(RuntimeError):  # a function that still runs
                     frame.clear()
+                    _ = frame.f_locals  # empties the copy that a debugger has asked for
         error = error.__context__
     if OPEN:
         gc.collect()
