@@ -5,6 +5,7 @@ Made from book/05_streaming/22_engine.py: edit that, then run `make export`.
 
 import contextlib
 import dataclasses
+import functools
 import os
 import threading
 import time
@@ -455,9 +456,11 @@ def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLi
     prompt_tokens = None if prompt_tokens is None else whole_number("prompt_tokens", prompt_tokens, 1, 1 << 30)
     context = whole_number("context", context, 1, 1 << 30)
     source = open_source(path, trunk)
-    compile_first()
-    plan = make_plan(source.config, source.checkpoint, budget, context, trunk=source.trunk, prompt_tokens=prompt_tokens,
-                     threads=threads, readers=readers)
+    planned = functools.partial(make_plan, source.config, source.checkpoint, budget, context, trunk=source.trunk,
+                                prompt_tokens=prompt_tokens, threads=threads, readers=readers)
+    plan = planned()
+    if compile_first():
+        plan = planned()
     if on_plan is not None:
         on_plan(plan)
     return start(source, plan, threads, progress)

@@ -310,14 +310,15 @@ def compiles_here(apart: bool) -> bool:
     return not apart or _folder_to_compile_in() is None
 
 
-def compile_apart(program: str) -> None:
+def compile_apart(program: str) -> bool:
     """Unless all kernels are kept, let a new process run `program`, which compiles them and ends with write_list().
 
-    `program` is Python that imports from k3lib. It finds a folder for its files in sys.argv[1].
+    `program` is Python that imports from k3lib. It finds a folder for its files in sys.argv[1]. Returns whether a
+    process was started; all_kept() tells whether it has succeeded.
     """
     global _apart_failed
     if all_kept() or (folder := _folder_to_compile_in()) is None:
-        return
+        return False
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if sys.stderr.isatty():
             _say_once("k3: compiling all kernels, once for this installation and this CPU")
@@ -326,6 +327,7 @@ def compile_apart(program: str) -> None:
         subprocess.run([sys.executable, "-c", code, scratch], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                        stderr=subprocess.DEVNULL)
     _apart_failed = not all_kept()
+    return True
 
 
 def _temporary_folder(other):

@@ -34,6 +34,7 @@ EXPECTED = json.loads((ORACLE / "expected.json").read_text())
 # %% tags=["export"]
 import contextlib
 import dataclasses
+import functools
 import os
 import threading
 import time
@@ -571,7 +572,8 @@ def start(source: Source, plan: Plan, threads: int, progress: Callable[[int], ob
 
 
 # %% [markdown]
-# `load` is the whole way from a folder to an engine: arguments, headers, plan, weights.
+# `load` is the whole way from a folder to an engine: arguments, headers, plan, weights. Before a first run another
+# process compiles the kernels (5.18.2), which takes some seconds; a plan that is refused is refused before.
 
 # %% tags=["export"]
 def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLike | None = None,
@@ -598,9 +600,11 @@ def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLi
     prompt_tokens = None if prompt_tokens is None else whole_number("prompt_tokens", prompt_tokens, 1, 1 << 30)
     context = whole_number("context", context, 1, 1 << 30)
     source = open_source(path, trunk)
-    compile_first()
-    plan = make_plan(source.config, source.checkpoint, budget, context, trunk=source.trunk, prompt_tokens=prompt_tokens,
-                     threads=threads, readers=readers)
+    planned = functools.partial(make_plan, source.config, source.checkpoint, budget, context, trunk=source.trunk,
+                                prompt_tokens=prompt_tokens, threads=threads, readers=readers)
+    plan = planned()
+    if compile_first():
+        plan = planned()
     if on_plan is not None:
         on_plan(plan)
     return start(source, plan, threads, progress)
