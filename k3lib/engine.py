@@ -439,10 +439,12 @@ def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLi
     prompt_tokens = None if prompt_tokens is None else whole_number("prompt_tokens", prompt_tokens, 1, 1 << 30)
     context = whole_number("context", context, 1, 1 << 30)
     source = open_source(path, trunk)
-    compile_first()
+    planned = partial(make_plan, source.config, source.checkpoint, budget, context, trunk=source.trunk,
+                      prompt_tokens=prompt_tokens, threads=threads, readers=readers)
     try:
-        plan = make_plan(source.config, source.checkpoint, budget, context, trunk=source.trunk,
-                         prompt_tokens=prompt_tokens, threads=threads, readers=readers)
+        plan = planned()
+        if compile_first():
+            plan = planned()
     except PlanError as error:
         raise PlanError(error.least, f"{error}{still_open()}") from None
     if on_plan is not None:

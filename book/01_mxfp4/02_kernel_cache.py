@@ -287,18 +287,6 @@ def _write(path, data):
         temporary.unlink(missing_ok=True)
 
 
-def _write_anywhere(name, data):
-    "Write a file to the first folder that can be written. If none can, say so on stderr and return None."
-    reasons = []
-    for folder in cache_folders():
-        try:
-            _write(folder / name, data)
-            return folder / name
-        except OSError as error:
-            reasons.append(f"{folder}: {error.strerror}")
-    return say_uncached(reasons)
-
-
 # %% [markdown]
 # An entry is written to a temporary file, which is then renamed, so another process reads a whole entry or none. Every
 # edit leads to new file names. So that the folder does not grow for ever, the oldest entries of the same kernel are
@@ -306,6 +294,27 @@ def _write_anywhere(name, data):
 
 # %% tags=["export"]
 MAX_ENTRIES = 32  # of one kernel in one folder; the oldest are deleted
+
+
+def _write_anywhere(name, data):
+    "Write a file to the first folder that can be written, and return True. If none can, say so on stderr."
+    reasons = []
+    for folder in cache_folders():
+        try:
+            _write(folder / name, data)
+        except OSError as error:
+            reasons.append(f"{folder}: {error.strerror}")
+            continue
+        with contextlib.suppress(OSError):  # another process may delete the same files
+            entries = sorted(folder.glob(f"{name.rpartition('-')[0]}-*"), key=os.path.getmtime)
+            for old in entries[:-MAX_ENTRIES]:
+                old.unlink(missing_ok=True)
+        return True
+    say_uncached(reasons)
+    return False
+
+
+# %% tags=["export"]
 _NO_EFFECT = ("NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NUMBA_DEBUG_CACHE")  # settings that change no machine code
 
 
@@ -346,16 +355,11 @@ class KernelCache(NullCache):
 class KernelCache(KernelCache):
     def save_overload(self, sig: Any, data: CompileResult) -> None:
         "Write the compiled kernel to the first folder that can be written. If none can, say so on stderr."
-        name, path = self._file_name(sig, data.codegen), None
+        name, kept = self._file_name(sig, data.codegen), False
         movable = not data.library.has_dynamic_globals  # the code contains no addresses of this process
         if movable and all(map(python_runs, inlined_sources(self._module) or ())):
-            path = _write_anywhere(name, dumps((sig, data._reduce())))
-        self.used.add(name if path else None)
-        if path:
-            with contextlib.suppress(OSError):  # another process may delete the same files
-                entries = sorted(path.parent.glob(f"{self.name}-*"), key=os.path.getmtime)
-                for old in entries[:-MAX_ENTRIES]:
-                    old.unlink(missing_ok=True)
+            kept = _write_anywhere(name, dumps((sig, data._reduce())))
+        self.used.add(name if kept else None)
 
 
 # %% [markdown]
@@ -486,21 +490,24 @@ def compiles_here(apart: bool) -> bool:
 # this process compiles the kernels itself, when they are first called.
 
 # %% tags=["export"]
-def compile_apart(program: str) -> None:
+def compile_apart(program: str) -> bool:
     """Unless all kernels are kept, let a new process run `program`, which compiles them and ends with write_list().
 
-    `program` is Python that imports from k3lib. It finds a folder for its files in sys.argv[1].
+    `program` is Python that imports from k3lib. It finds a folder for its files in sys.argv[1]. Returns whether a
+    process was started; all_kept() tells whether it has succeeded.
     """
     global _apart_failed
     if all_kept() or (folder := _folder_to_compile_in()) is None:
-        return
-    if sys.stderr is not None and sys.stderr.isatty():
-        _say_once("k3: compiling all kernels, once for this installation and this CPU")
+        return False
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if sys.stderr.isatty():
+            _say_once("k3: compiling all kernels, once for this installation and this CPU")
     code = f"import sys; sys.path[:] = {ascii([path for path in sys.path if isinstance(path, str)])}\n{program}"
     with contextlib.suppress(OSError), _temporary_folder(folder) as scratch:
         subprocess.run([sys.executable, "-c", code, scratch], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                        stderr=subprocess.DEVNULL)
     _apart_failed = not all_kept()
+    return True
 
 
 def _temporary_folder(other):
@@ -582,6 +589,7 @@ print(said.replace(name, "..."))
 # - Put what decides an answer into the name under which the answer is kept; then it cannot be stale and two writers
 #   cannot disagree.
 # - A cache may fail in any way without an error, because everything in it can be made again.
+# - Memory that a step needs once belongs to a process that ends with the step.
 #
 # **Exercise.** Numba freezes global variables: a kernel that reads `TILE` contains its value. Why is `TILE = 8` covered
 # by the digest, and `TILE = int(os.environ["TILE"])` not?

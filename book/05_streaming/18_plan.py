@@ -189,10 +189,12 @@ def _room_for_compiler(free):
     return free is None or free >= COMPILER_RSS
 
 
-def compile_first() -> None:
-    "Compile the kernels that no folder keeps, in a process of its own, if there is memory for one and it can be had."
-    if _room_for_compiler(available()[0]):
-        compile_apart(PROGRAM)
+def compile_first() -> bool:
+    """Let another process compile the kernels that no folder keeps, if there is memory for one and it can be started.
+
+    Returns whether one was started: a plan is then to be made anew.
+    """
+    return _room_for_compiler(available()[0]) and compile_apart(PROGRAM)
 
 
 def _advice(parts):

@@ -539,7 +539,8 @@ def still_open() -> str:
 
 
 # %% [markdown]
-# `load` is the whole way from a folder to an engine: arguments, headers, plan, weights.
+# `load` is the whole way from a folder to an engine: arguments, headers, plan, weights. Before a first run another
+# process compiles the kernels (5.18.2), which takes some seconds; a plan that is refused is refused before.
 
 # %% tags=["export"]
 def budget_argument(ram: str | int) -> int:
@@ -582,10 +583,12 @@ def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLi
     prompt_tokens = None if prompt_tokens is None else whole_number("prompt_tokens", prompt_tokens, 1, 1 << 30)
     context = whole_number("context", context, 1, 1 << 30)
     source = open_source(path, trunk)
-    compile_first()
+    planned = partial(make_plan, source.config, source.checkpoint, budget, context, trunk=source.trunk,
+                      prompt_tokens=prompt_tokens, threads=threads, readers=readers)
     try:
-        plan = make_plan(source.config, source.checkpoint, budget, context, trunk=source.trunk,
-                         prompt_tokens=prompt_tokens, threads=threads, readers=readers)
+        plan = planned()
+        if compile_first():
+            plan = planned()
     except PlanError as error:
         raise PlanError(error.least, f"{error}{still_open()}") from None
     if on_plan is not None:
