@@ -328,6 +328,13 @@ class Run:
                 "streams": ["pipe" if kind.startswith("closed ") else kind for kind in streams],
                 "command": self.command()}
 
+    def kept(self):
+        "Folders in which machine code may be kept."
+        named = [self.env.get("NUMBA_CACHE_DIR") or None, self.folder / "none"]
+        named += [Path(self.env[name], *rest) for name, *rest in (("HOME", ".cache"), ("XDG_CACHE_HOME", "k3"))
+                  if os.path.isabs(self.env.get(name, ""))]
+        return [self.folder / path for path in named if path]
+
     def everything(self):
         "All files that this run could leave behind."
         return {os.fsencode(path) for path in self.folder.rglob("*")}
@@ -432,9 +439,9 @@ class Judge:
 
     def wrong_files(self, run, code, prompt):
         "What is wrong with the files that a run has left."
+        own = [*run.outputs, run.folder / "stdout", *run.kept()]
         left = sorted(path for path in run.everything() - run.before
-                      if not any(word in os.fsdecode(path) for word in ("cache", "stdout", ".kernel", "none", "full"))
-                      and path not in map(os.fsencode, run.outputs))
+                      if not any(Path(os.fsdecode(path)).is_relative_to(mine) for mine in own))
         if left:
             return f"leaves {left[0]!r} behind"
         saved = [path for path in run.outputs if path.exists()]
