@@ -405,6 +405,8 @@ class Judge:
             codes |= {1}  # the libraries themselves do not fit
         if "FSIZE" in drawn and (drawn.get("stdout") == "file" or drawn.get("outputs")):
             codes |= {1}
+        if drawn.get("cwd") == "removed":
+            codes |= {2}  # a library may ask for the current folder when it is imported
         charset = drawn.get("locale", {}).get("LC_ALL", "")
         if drawn.get("prompt") == "text of other scripts" and charset.endswith(("BIG5", "EUC-JP")):
             codes |= {2}  # bytes that are no text in the locale's charset do not all come through to Python
@@ -428,7 +430,7 @@ class Judge:
         if len(lines) - len(told) > 1 or len(told) != (code != 0) * (drawn.get("stderr") is None):
             return f"{len(lines)} lines on stderr, expected {'one' if code else 'none'}"
         command = drawn.get("words", ["decode"])[0]
-        if told and not (told[0].startswith(f"k3 {command}: ") and 20 < len(told[0]) < 1500):
+        if told and not (told[0].startswith((f"k3 {command}: ", "k3: ")) and 20 < len(told[0]) < 1500):
             return "not a clear line"
         if code == 0 and "words" not in drawn:
             shown = text_of(out, drawn.get("encoding")).splitlines()
