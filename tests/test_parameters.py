@@ -34,7 +34,7 @@ def test_a_small_or_wrong_parameter_is_refused_in_words(monkeypatch, parameter, 
     space, after = {"__name__": "__main__"}, None
     with pytest.raises(ValueError, match=rf"^{parameter} is {value!r}: a whole number from \d+ on is needed$"):
         for number, cell in enumerate(cells):
-            exec(compile(cell.source, f"{path}, cell {number}", "exec"), space)
+            exec(compile(cell.source, str(path), "exec"), space)
             if "parameters" in cell.metadata.get("tags", []):
                 space[parameter], after = value, number
     assert after is not None and number == after + 1, f"refused in cell {number}, the parameters are in {after}"
