@@ -12,20 +12,27 @@ from pathlib import Path
 import nbformat
 import papermill
 
+from k3lib.display import Display, OutputLost, complain
+
 
 def main(source, target):
-    part = target.with_name(f"{uuid.uuid4().hex}.ipynb")
+    part, show = target.with_name(f"{uuid.uuid4().hex}.ipynb"), Display(goes_on=True)
     try:
         papermill.execute_notebook(source, part, progress_bar=False)
         for cell in nbformat.read(part, 4).cells:
             for output in cell.get("outputs", []):
                 if output.output_type == "stream":
-                    print(output.text, end="")
+                    show(output.text, end="")
     finally:
         if part.exists():
             os.replace(part, target)
-    print(f"executed notebook: {target}")
+    show(f"executed notebook: {target}")
+    show.end()
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    try:
+        main(*map(Path, sys.argv[1:]))
+    except OutputLost as error:
+        complain(f"{sys.argv[2]}: {error}")
+        sys.exit(1)

@@ -560,7 +560,7 @@ def stale_chapter(source):
     elif any(
         o.output_type == "error"
         for c in code
-        if "nbval-raises-exception" not in c.metadata.get("tags", [])
+        if "raises-exception" not in c.metadata.get("tags", [])
         for o in c.get("outputs", [])
     ):
         yield f"{place(path)} holds an error", run_command(source)

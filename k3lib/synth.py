@@ -1,6 +1,6 @@
-"""5.24 A checkpoint without the weights
+"""5.28 A checkpoint without the weights
 
-Made from book/05_streaming/24_synth.py: edit that, then run `make export`.
+Made from book/05_streaming/28_synth.py: edit that, then run `make export`.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 import numpy as np
 from k3lib.system import disk_bytes
-from k3lib.fileio import UsageError, path_argument, shown_value, writing
+from k3lib.fileio import MissingFile, UsageError, given_path, shown_value, writing
 from k3lib.config import FIXED, INTEGERS, REALS, Config, ConfigError, read_config
 from k3lib.tensors import Place, Tensor, global_tensors, layer_tensors, place_of
 from k3lib.header import ITEMSIZE, header_bytes
@@ -440,9 +440,9 @@ def prepare(folder: str | os.PathLike) -> Path:
     Raises FileNotFoundError if there is no folder to make it in, SynthError if it is a file or is not empty, UsageError
     if it is no path.
     """
-    folder = path_argument("folder", folder).resolve()
+    folder = given_path("folder", folder).resolve()
     if not folder.parent.is_dir():
-        raise FileNotFoundError(f"{folder.parent}: no such folder to make {folder.name} in")
+        raise MissingFile(f"{folder.parent}: no such folder to make {folder.name} in")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         fault = "exists and is not empty" if folder.is_dir() else "is a file"
         raise SynthError(f"{folder}: {fault}, expected a new or an empty folder")

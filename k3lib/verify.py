@@ -1,6 +1,6 @@
-"""5.23 Whether every byte is the one that was published
+"""5.27 Whether every byte is the one that was published
 
-Made from book/05_streaming/23_verify.py: edit that, then run `make export`.
+Made from book/05_streaming/27_verify.py: edit that, then run `make export`.
 """
 
 import hashlib
@@ -18,7 +18,9 @@ from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from k3lib.system import expect_sequential, forget_pages
-from k3lib.fileio import CheckpointError, UsageError, open_shard, path_argument, read_exactly, shown_value
+from k3lib.fileio import (
+    CheckpointError, MissingFile, UsageError, given_path, open_shard, read_exactly, shown_value,
+)
 from k3lib.config import Config
 from k3lib.tensors import families
 from k3lib.header import ITEMSIZE, parse_header, read_header
@@ -71,7 +73,7 @@ def hashes(path: str | Path, kinds: Iterable[str], progress: Callable[[int], obj
     `progress` is called with the number of bytes of each read, of `read_bytes` at most. Raises CheckpointError if the
     file cannot be read, or changes while it is read; UsageError for another kind.
     """
-    path, read_bytes = path_argument("path", path), whole_number("read_bytes", read_bytes, 1, 1 << 30)
+    path, read_bytes = given_path("path", path), whole_number("read_bytes", read_bytes, 1, 1 << 30)
     with open_shard(path) as file:
         fd = file.fileno()
         before = file_stamp(os.fstat(fd))
@@ -107,9 +109,9 @@ def read_manifest(path: str | Path) -> dict[str, str]:
 
     Raises FileNotFoundError if there is no such file, CheckpointError if it is no manifest, UsageError for no path.
     """
-    path = path_argument("path", path)
+    path = given_path("path", path)
     if not os.path.lexists(path):
-        raise FileNotFoundError(f"{path}: no such manifest")
+        raise MissingFile(f"{path}: no such manifest")
     with open_shard(path) as file:
         text = bytearray(min(os.fstat(file.fileno()).st_size, MANIFEST_MAX + 1))
         read_exactly(file, text, 0, path)
@@ -129,7 +131,7 @@ def read_manifest(path: str | Path) -> dict[str, str]:
 
 def manifest_path(folder: str | Path) -> Path:
     "Where the manifest of the model in `folder` is looked for: beside it, or beside `snapshots` in a hub cache."
-    folder = path_argument("folder", folder).resolve()
+    folder = given_path("folder", folder).resolve()
     home = folder.parents[1] if folder.parent.name == "snapshots" else folder.parent
     return home / f"{folder.name}.sha256"
 
@@ -241,6 +243,7 @@ class Verified:
     """What verify() has compared with what.
 
     `damaged`: {file name, or the model's path for a fault of several files: a line that says what is wrong}.
+    `unusual`: lines on what is odd and changes no number.
     `compared`: {source of expected hashes: how many files have them}. `unknown`: names of files without an
     expected hash. `hashes`: {name: SHA-256} of the files that were hashed and are not damaged. `resumed`: how many of
     them an unfinished run had hashed. `not_kept`: why a later run cannot continue this one, or None.
@@ -253,6 +256,7 @@ class Verified:
     config_checked: bool = False
     published_sizes: bool = False
     damaged: dict[str, str] = field(default_factory=dict)
+    unusual: list[str] = field(default_factory=list)
     compared: dict[str, int] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     hashes: dict[str, str] = field(default_factory=dict)
@@ -268,7 +272,8 @@ class Verified:
     def text(self) -> str:
         "The account as a table of two columns."
         damaged = f"{len(self.damaged)}: {', '.join(self.damaged)}" if self.damaged else "nothing found"
-        rows = [*self._structure(), *self._contents(), ("damaged", damaged)]
+        unusual = [("unusual", f"but harmless: {line}") for line in self.unusual]
+        rows = [*self._structure(), *self._contents(), *unusual, ("damaged", damaged)]
         return "\n".join([f"{self.model}: {len(self.files)} files", *(f"  {what:<17}{text}" for what, text in rows)])
 
     def _structure(self):
@@ -303,7 +308,9 @@ def _check_structure(result, folder, config, check):
     "Compare headers, index, config and sizes, and note the outcome in `result`."
     try:
         with Checkpoint(folder) as checkpoint:
-            result.tensors = len(checkpoint)
+            result.tensors, result.unusual = len(checkpoint), [*checkpoint.unusual, *(config.unusual if config else ())]
+            others = [name for file in checkpoint.files if (name := os.path.basename(file)) not in result.shards]
+            result.shards, result.files = result.shards + others, result.files + others
             if check is not None:
                 check(config, checkpoint)
                 result.config_checked = True
@@ -441,14 +448,14 @@ def verify(path: str | Path, config: Config | None = None, check: Callable[[Conf
     bytes of each read. Raises FileNotFoundError, CheckpointError if `manifest` is no manifest, and UsageError for an
     argument of a wrong type.
     """
-    folder, manifest = path_argument("path", path), None if manifest is None else path_argument("manifest", manifest)
+    folder, manifest = given_path("path", path), None if manifest is None else given_path("manifest", manifest)
     threads = min(8, os.cpu_count() or 1) if threads is None else whole_number("threads", threads, 1, 1024)
     if config is not None and not isinstance(config, Config):
         raise UsageError(f"config is {shown_value(config)}: a Config is needed, as read_config returns it")
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such model folder")
+        raise MissingFile(f"{folder}: no such model folder")
     if manifest is not None and not every and not os.path.lexists(manifest):
-        raise FileNotFoundError(f"{manifest}: no such manifest")
+        raise MissingFile(f"{manifest}: no such manifest")
     manifest = manifest or manifest_path(folder)
     result = Verified(str(path), sorted(name for name in os.listdir(folder) if _SHARD_FILE.fullmatch(name)))
     result.files = result.shards + [name for name in SMALL if (folder / name).is_file()]

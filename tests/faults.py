@@ -33,6 +33,7 @@ import situations
 from common import MODEL
 
 import k3lib.synth  # noqa: F401 what an error's exit code is may not have to be looked up without the right to read it
+from k3lib.display import Display
 
 INDEX, CONFIG, RANKS, CONTROL = "model.safetensors.index.json", "config.json", "tiktoken.model", "tokenizer_config.json"
 SHARDS = sorted(path.name for path in MODEL.glob("*.safetensors"))
@@ -236,8 +237,6 @@ def header_text(rng):
         "cut": lambda e: json.dumps(e).encode()[:-20], "text after it": lambda e: json.dumps(e).encode() + b" x",
         "two objects": lambda e: json.dumps(e).encode() + b"{}",
         "a byte order mark": lambda e: b"\xef\xbb\xbf" + json.dumps(e).encode(),
-        "metadata of numbers": lambda e: {**e, "__metadata__": {"format": 1}},
-        "metadata a list": lambda e: {**e, "__metadata__": []},
         "half a surrogate pair": lambda e: {"\ud800": {}, **e},
         "a number of 5,000 digits": lambda e: json.dumps(e).encode()[:-1] + b',"x":' + b"9" * 5000 + b"}",
     }.items():
@@ -252,8 +251,9 @@ def header_text(rng):
     for how in {"indent": 1}, {"separators": (" , ", " : ")}, {"sort_keys": True}:
         shard = rng.choice(USED)
         yield f"written with {how}", header(shard, lambda e, how=how: json.dumps(e, **how).encode()), HARMLESS
-    shard = rng.choice(USED)
-    yield "metadata of text", header(shard, lambda e: {**e, "__metadata__": {"by": "hand"}}), HARMLESS
+    for notes in {"by": "hand"}, None, {"format": 1}, [], "pt", {"a": {"b": [1]}}:  # nothing is computed from them
+        shard = rng.choice(SHARDS)
+        yield f"metadata {notes}", header(shard, lambda e, n=notes: {**e, "__metadata__": n}), HARMLESS
     for _ in range(30):
         shard = rng.choice(USED)
         what, damage = some_byte(rng, shard, 8, 8 + int.from_bytes((MODEL / shard).read_bytes()[:8], "little"))
@@ -292,6 +292,11 @@ def header_fields(rng):
         yield "shape turned round", entry(shard, name, shape=mine["shape"][::-1]), REFUSED, 4, (shard, name)
     shard, name, mine = some_tensor(rng, SHARDS[14:], lambda name, e: e["shape"] != [1])
     yield "shape of the image side grows", entry(shard, name, shape=[*mine["shape"], 2]), REFUSED, 4, (shard, name)
+    for dtype in "F8_E8M0FNU", "bf16", "":
+        shard, name, _ = some_tensor(rng, SHARDS[14:])
+        yield f"type {dtype!r} of the image side", entry(shard, name, dtype=dtype), HARMLESS
+    shard, name, _ = some_tensor(rng)
+    yield "a field without a meaning", entry(shard, name, strides=[1]), HARMLESS
 
 
 @group
@@ -347,8 +352,7 @@ def held_tensors(rng):
         shard = rng.choice(USED)
         more = lambda m, s=shard, n=name: m[s].update({n: ("U8", [4], b"abcd")})
         yield f"one more, {name!r}", tensors(more), HARMLESS
-        yield (f"one more, {name!r}, not in the index", tensors(more, False), REFUSED, 4,
-               (INDEX, ("total_size", repr(name))))
+        yield f"one more, {name!r}, not in the index", tensors(more, False), HARMLESS
     for _ in range(4):
         shard, name, _ = some_tensor(rng)
         other = name + "_"
@@ -402,15 +406,22 @@ def index(rng):
         yield (f"{name} listed with another name",
                tree(INDEX, lambda i, n=name: i["weight_map"].update({n + ".": i["weight_map"].pop(n)})), REFUSED, 4,
                (INDEX, name))
-    for label, change in {
+    for label, change in {  # nothing is computed from these
         "total_size + 1": lambda i: i["metadata"].update(total_size=i["metadata"]["total_size"] + 1),
         "total_size 0": lambda i: i["metadata"].update(total_size=0),
         "total_size text": lambda i: i["metadata"].update(total_size="6612160"),
         "total_size NaN": lambda i: i["metadata"].update(total_size=float("nan")),
+        "metadata 3": lambda i: i.update(metadata=3),
+        "a tensor of the image side not listed": lambda i: i["weight_map"].pop(rng.choice([*HEADERS[SHARDS[14]]])),
+        "a tensor of the image side elsewhere": lambda i: i["weight_map"].update(
+            {rng.choice([*HEADERS[SHARDS[15]]]): SHARDS[3]}),
+        "a tensor that no file has": lambda i: i["weight_map"].update({"audio.w": "audio.safetensors"}),
+    }.items():
+        yield label, tree(INDEX, lambda i, c=change: c(i) and None), HARMLESS
+    for label, change in {
         "no weight_map": lambda i: i.pop("weight_map") and None,
         "weight_map a list": lambda i: i.update(weight_map=[*i["weight_map"]]),
         "weight_map empty": lambda i: i.update(weight_map={}), "weight_map null": lambda i: i.update(weight_map=None),
-        "metadata 3": lambda i: i.update(metadata=3),
     }.items():
         yield label, tree(INDEX, change), REFUSED, 4, (INDEX,)
     for label, change in {
@@ -449,8 +460,9 @@ def odd_files(name):
 @group
 def shard_files(rng):
     for label in odd_files(""):
-        shard = rng.choice(SHARDS)
+        shard = rng.choice(USED if label == "missing" else SHARDS)
         yield f"{label}: {shard}", odd_files(shard)[label], REFUSED, 4, (shard,)
+    yield "the image side is missing", lambda f: [(f / s).unlink() for s in SHARDS[14:]], HARMLESS
     for cut in 1, 2, 9, 1000, "half", "header", "last byte of the last shard":
         shard = SHARDS[-1] if "last" in str(cut) else rng.choice(USED)
         keep = lambda data, c=cut: data[:{"half": len(data) // 2, "header": 100}.get(
@@ -479,21 +491,23 @@ def shard_files(rng):
     last = SHARDS[-1]
     from_zero = lambda f: [os.rename(f / s, f / s.replace(f"{i:05d}", f"{i - 1:05d}", 1))
                            for i, s in enumerate(SHARDS, 1)]
-    for label, damage, words in (
-        ("numbered from 0", from_zero, ("model-00000-of-000016", "model-00016-of-000016")),
+    # what the index says of them, and without an index: its words, or none if the files that it means are there
+    for label, damage, told, words in (
+        ("numbered from 0", from_zero, (INDEX,), ("model-00000-of-000016", "model-00016-of-000016")),
         ("of 17", lambda f: [os.rename(f / s, f / s.replace("000016.", "000017.")) for s in SHARDS],
-         ("model-00017-of-000017.safetensors is missing",)),
-        ("one of 17", lambda f: os.rename(f / last, f / last.replace("000016.", "000017.")),
+         (INDEX, "of-000016.safetensors"), ("model-00017-of-000017.safetensors is missing",)),
+        ("one of 17", lambda f: os.rename(f / last, f / last.replace("000016.", "000017.")), (),
          ("of-000017", "of-000016")),
-        ("a 17th", lambda f: shutil.copy(f / last, f / last.replace("00016-", "00017-")),
+        ("a 17th", lambda f: shutil.copy(f / last, f / last.replace("00016-", "00017-")), (),
          ("model-00017-of-000016.safetensors",)),
-        ("five digits", lambda f: os.rename(f / last, f / last.replace("000016.", "00016.")),
+        ("five digits", lambda f: os.rename(f / last, f / last.replace("000016.", "00016.")), (),
          ("model-00016-of-00016.safetensors", "model-00016-of-000016")),
-        ("the file of another download", lambda f: os.rename(f / last, f / (last + ".part")), (last,)),
-        ("both kinds", lambda f: shutil.copy(f / last, f / "model.safetensors"), ("model.safetensors",)),
-        ("none", lambda f: [(f / s).unlink() for s in SHARDS], ("no weight files",)),
+        ("the file of another download", lambda f: os.rename(f / last, f / (last + ".part")), (), (last,)),
+        ("both kinds", lambda f: shutil.copy(f / last, f / "model.safetensors"), (), ("model.safetensors",)),
+        ("none", lambda f: [(f / s).unlink() for s in SHARDS], (INDEX, "found no such file"), ("no weight files",)),
     ):
-        yield label, damage, REFUSED, 4, words
+        yield label, damage, REFUSED if told else HARMLESS, 4, told
+        yield f"{label}, no index", lambda f, d=damage: [d(f), (f / INDEX).unlink()], REFUSED, 4, words
     yield ("other files beside them",
            lambda f: [put(f / n, b"x") for n in ("README.md", "model-1.safetensors", "consolidated.safetensors",
                                                  ".hidden")],
@@ -595,13 +609,17 @@ def config_values(rng):
     for field, value in (("hidden_act", "silu"), ("moe_router_activation_func", "softmax"), ("num_expert_group", 4),
                          ("mla_use_nope", False), ("tie_word_embeddings", True),
                          ("quantization_config.format", "int4"), ("quantization_config.config_groups", {}),
-                         ("num_nextn_predict_layers", 1), ("text_config", 3),
+                         ("num_nextn_predict_layers", -1), ("topk_method", "greedy"), ("moe_layer_freq", 2),
+                         ("text_config", 3),
                          ("linear_attn_config", [])):
         path = field if field in ("text_config", "tie_word_embeddings") else f"text_config.{field}"
         yield f"{field}: {value!r}", tree(CONFIG, at(path, value)), REFUSED, 2, (CONFIG, field)
-    for field in "bos_token_id", "eos_token_id", "pad_token_id":
+    for field in "bos_token_id", "eos_token_id", "pad_token_id":  # only the second one is used
         for value in 512, -1, 1.0, "5", float("nan"), {}:
-            yield f"{field}: {value!r}", tree(CONFIG, at(field, value)), REFUSED, 2, (CONFIG, field)
+            expected = REFUSED if field == "eos_token_id" else HARMLESS
+            yield f"{field}: {value!r}", tree(CONFIG, at(field, value)), expected, 2, (CONFIG, field)
+    for field, value in (("num_nextn_predict_layers", 1), ("num_key_value_heads", 1), ("moe_layer_freq", [1] * 13)):
+        yield f"{field}: {value!r}", tree(CONFIG, at(f"text_config.{field}", value)), HARMLESS
 
 
 @group
@@ -1031,9 +1049,10 @@ def report():
         os.chmod(folder, 0o755)  # another user's cases run here, too
         counts, wrong = run(damages, Judge(folder)) if damages else ({}, [])
         lacking = run_around(around, Path(folder) / "around", counts, wrong)
+    show = Display(goes_on=False)
     for case, _, why in wrong:
-        print(f"WRONG {case.group}: {case.what}: {why.strip()}")
-    print(table(counts) + f"\n{time.perf_counter() - start:.0f} s, seed {args.seed}"
+        show(f"WRONG {case.group}: {case.what}: {why.strip()}")
+    show(table(counts) + f"\n{time.perf_counter() - start:.0f} s, seed {args.seed}"
           + f"; {lacking} cases need what this machine lacks" * bool(lacking))
     return 1 if wrong else 0
 

@@ -53,7 +53,7 @@ def verified(*args, really=verify.verify, **options):
 
 @pytest.mark.parametrize("group, breaks, outcome", [
     ("extents", [(header, "parse_header", without_places), (header, "quick_header", lambda *_: None)], None),
-    ("index", [(checkpoint, "check_index", lambda *_: None)], faults.SAME),
+    ("index", [(checkpoint, "check_list", lambda *_: None)], faults.SAME),
     ("held tensors", [(engine, "check_tensors", lambda *_: None)], faults.SAME),
     ("config values", [(config.ConfigError, "exit_code", 1)], faults.REFUSED),
     ("shard files", [(fileio.CheckpointError, "__str__", lambda error: "a file is damaged")], faults.REFUSED),

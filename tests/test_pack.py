@@ -391,16 +391,16 @@ def test_a_changed_byte_anywhere_is_found_when_every_byte_is_compared(tmp_path):
 
 
 @pytest.mark.parametrize("call, words", [
-    (lambda c, folder: pack(c, ["head"], 5), "folder is 5: a path is needed"),
-    (lambda c, folder: pack(c, ["head"], ""), "folder is '': a path is needed"),
-    (lambda c, folder: pack(c, ["head"], b"packed"), "folder is b'packed': a path is needed"),
+    (lambda c, folder: pack(c, ["head"], 5), "folder is 5, expected a path"),
+    (lambda c, folder: pack(c, ["head"], ""), "folder is '', expected a path"),
+    (lambda c, folder: pack(c, ["head"], b"packed"), "folder is b'packed', expected a path"),
     (lambda c, folder: pack("m", ["head"], folder), "checkpoint is 'm': a Checkpoint is needed"),
     (lambda c, folder: pack(c, "head", folder), "names is 'head': a list of the names of tensors is needed"),
     (lambda c, folder: pack(c, [], folder), r"names is \[\]: a list of the names of tensors is needed"),
     (lambda c, folder: pack(c, ["head", 3], folder), r"names is \['head', 3\]: a list of the names of tensors"),
-    (lambda c, folder: Packed(c, ["head"], None), "folder is None: a path is needed"),
+    (lambda c, folder: Packed(c, ["head"], None), "folder is None, expected a path"),
     (lambda c, folder: verify_packed(c, 7, folder), "names is 7: a list of the names of tensors is needed"),
-    (lambda c, folder: verify_packed(c, ["head"], True), "folder is True: a path is needed"),
+    (lambda c, folder: verify_packed(c, ["head"], True), "folder is True, expected a path"),
 ])
 def test_arguments_of_a_wrong_type_are_refused_by_name(tmp_path, call, words):
     tensors, _ = layered()

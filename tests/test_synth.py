@@ -314,7 +314,7 @@ def test_refusals_name_argument_found_and_expected(tmp_path, changes, message):
 
 @pytest.mark.parametrize("folder", [5, None, b"m", "", ["m"], True])
 def test_a_folder_that_is_no_path_is_refused_by_name(folder):
-    with pytest.raises(UsageError, match=r"^folder is .*: a path is needed"):
+    with pytest.raises(UsageError, match=r"^folder is .*, expected a path"):
         synth(folder, "oracle", layers=1)
 
 

@@ -35,9 +35,9 @@ from typing import BinaryIO, NamedTuple
 
 from k3lib.checkpoint import Checkpoint
 from k3lib.disk import Files, page_buffer, page_padded
-from k3lib.fileio import CheckpointError, UsageError, path_argument, shown_value, writing
+from k3lib.fileio import CheckpointError, ResourceError, UsageError, given_path, shown_value, writing
 from k3lib.header import Extent, header_bytes
-from k3lib.system import data_runs, lock_file, sync_folder
+from k3lib.system import data_runs, lock_file, open_files_shortage, sync_folder
 from k3lib.tensors import is_matrix, layer_of
 
 # %% [markdown]
@@ -291,12 +291,13 @@ def pack(checkpoint: Checkpoint, names: Iterable[str], folder: str | os.PathLike
     tensors of a layer do not lie side by side, if a file is of another checkpoint, or if the folder holds other
     safetensors files; OSError if the disk is full; UsageError for an argument of a wrong type.
     """
-    folder, names = path_argument("folder", folder), checked_names(names)
+    folder, names = given_path("folder", folder), checked_names(names)
     if not isinstance(checkpoint, Checkpoint):
         raise UsageError(f"checkpoint is {shown_value(checkpoint)}: a Checkpoint is needed")
     for layer, why in checkpoint.contiguity().broken_layers.items():
-        raise CheckpointError(f"{checkpoint.path}: layer {layer} is not in one piece: {why}; it can be streamed, "
-                              "but not packed")
+        if any(layer_of(name) == layer for name in names):
+            raise CheckpointError(f"{checkpoint.path}: layer {layer} is not in one piece: {why}; it can be streamed, "
+                                  "but not packed")
     os.makedirs(folder, exist_ok=True)
     files = _trunk_files(checkpoint, names, str(folder))
     with _alone(str(folder)) as alone:
@@ -332,12 +333,14 @@ class Packed:
 
     `fingerprints`: those of the files of both. Raises FileNotFoundError if there is no such folder, CheckpointError if
     it is incomplete or packed from another checkpoint: dtypes and shapes are compared, vectors, and the first and the
-    last row of every matrix.
+    last row of every matrix. Raises ResourceError if this process may not have so many files open.
     """
 
     def __init__(self, checkpoint: Checkpoint, names: Iterable[str], folder: str | os.PathLike):
-        self.checkpoint, self.packed = checkpoint, Checkpoint(path_argument("folder", folder))
+        self.checkpoint, self.packed = checkpoint, Checkpoint(given_path("folder", folder))
         self.fingerprints = checkpoint.fingerprints | self.packed.fingerprints
+        if shortage := open_files_shortage(len(self.fingerprints)):
+            raise ResourceError(f"{folder}: {shortage}")
         files = Files(self.fingerprints)
         try:
             for name in names:
@@ -373,7 +376,7 @@ def verify_packed(checkpoint: Checkpoint, names: Iterable[str], folder: str | os
     meanwhile.
     """
     wrong: dict[str, str] = {}
-    folder, names = path_argument("folder", folder), checked_names(names)
+    folder, names = given_path("folder", folder), checked_names(names)
     with Checkpoint(folder) as packed:
         if os.path.samefile(folder, checkpoint.path):
             raise UsageError(f"{folder}: is the checkpoint itself, expected the folder of its packed trunk")

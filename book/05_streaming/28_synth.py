@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 5.24 A checkpoint without the weights
+# # 5.28 A checkpoint without the weights
 #
 # The engine of this book must open, index, plan and stream 1.56 TB that few readers have. This chapter writes a
 # stand-in: the released names, types, shapes and file sizes, in about 5 GB of real bytes and a great many zeros. At the
@@ -8,9 +8,9 @@
 # Needs chapters 5.3 (the config), 5.4 (the table of tensors), 5.5 (headers) and 5.7 (the checkpoint). Runs in half a
 # minute.
 #
-# [5.23 Whether every byte is the one that was published](23_verify.ipynb) ·
+# [5.27 Whether every byte is the one that was published](27_verify.ipynb) ·
 # [contents](../README.md) ·
-# [5.25 The dial: one model, any budget](25_decode.ipynb)
+# [5.29 Showing must not cost the result](29_display.ipynb)
 
 # %%
 import tempfile
@@ -40,7 +40,7 @@ scratch = tempfile.TemporaryDirectory()
 # | $[l, h]$ | interval from which the values of adjacent rows are drawn | `RowRange.low`, `RowRange.high` |
 # | seed | a number that decides, with a tensor's name, the tensor's bits | `random_bits(seed, name)` |
 #
-# ## 5.24.1 By hand: three bytes in a megabyte
+# ## 5.28.1 By hand: three bytes in a megabyte
 #
 # A file's length and its bytes on disk are two numbers. Set the length, seek, write; the file system remembers where
 # data are, page by page, and invents zeros elsewhere. A reader cannot tell them from zeros that were written.
@@ -69,7 +69,7 @@ def data_extents(path):
 print(f"on disk {toy.stat().st_blocks * 512:,} bytes; data at {data_extents(toy)}")
 
 # %% [markdown]
-# ## 5.24.2 The numbers of a config
+# ## 5.28.2 The numbers of a config
 #
 # Chapter 5.3 reads a `config.json`, and 5.4 derives every tensor's name and shape from it. Here the same tables are
 # used the other way: from numbers to the file. Three presets: the released shape, a slice of it at full width, and the
@@ -91,7 +91,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 import numpy as np
 from k3lib.system import disk_bytes
-from k3lib.fileio import UsageError, path_argument, shown_value, writing
+from k3lib.fileio import MissingFile, UsageError, given_path, shown_value, writing
 from k3lib.config import FIXED, INTEGERS, REALS, Config, ConfigError, read_config
 from k3lib.tensors import Place, Tensor, global_tensors, layer_tensors, place_of
 from k3lib.header import ITEMSIZE, header_bytes
@@ -263,7 +263,7 @@ print("equal to the released config:", full.config == theirs, "| MLA layers", so
 assert full.config == theirs
 
 # %% [markdown]
-# ## 5.24.3 The sizes of the files betray the order of the tensors
+# ## 5.28.3 The sizes of the files betray the order of the tensors
 #
 # Layer $L$ is file $L + 1$; then come one file with tables and globals, the projector, the vision tower. A text reader
 # skips the last two, so small models get two tiny ones, to be skipped.
@@ -332,7 +332,7 @@ for label, values in off.items():
     print(f"{label:34s} {values.count(0):2d} of {len(values)} sizes equal; others off by {sorted({*values} - {0})}")
 
 # %% [markdown]
-# Only the guess survives, and it does so for all 96 files (checked in 5.24.7). Two wrong orders agree in files that
+# Only the guess survives, and it does so for all 96 files (checked in 5.28.7). Two wrong orders agree in files that
 # hold one type only and few tensors, so a check on the smallest file would have passed them.
 
 # %%
@@ -351,7 +351,7 @@ plt.show()
 # A matching size is evidence, not proof: two tensors of one shape could be exchanged unseen. Nothing depends on the
 # order. A reader follows the header, and the tests of this module shuffle the tensors.
 #
-# ## 5.24.4 Bits that belong to a name
+# ## 5.28.4 Bits that belong to a name
 #
 # A value must not depend on other values written before it, or a file could not be written alone, nor several in
 # parallel. So each tensor has its own stream of random bits: a hash of seed and name starts the generator.
@@ -425,7 +425,7 @@ print("a norm:", norm(0, 6), "| again:", norm(0, 2))
 print("seed 1:", norm(1, 6), "| scales:", draw(random_bits(0, "scale"), "U8", 6, 121, 122))
 
 # %% [markdown]
-# ## 5.24.5 Which rows live
+# ## 5.28.5 Which rows live
 #
 # The sparse preset may cost 6 GB of 1,561, and those must still make a model: its output must depend on the input
 # token, on every kind of layer, on the experts chosen. So live rows are chosen to meet each other: the same heads in q,
@@ -511,7 +511,7 @@ for L, kind in (0, "KDA"), (3, "MLA"):
             print(f"  {short:11s} {tensor.shape} live rows {live_rows(full, tensor)}")
 
 # %% [markdown]
-# ## 5.24.6 How large a weight should be
+# ## 5.28.6 How large a weight should be
 #
 # A weight drawn from $\pm\sqrt{3/n}$ has variance $1/n$, and a sum over $n$ inputs of size one has size one again. The
 # $n$ that counts is the number of *live* inputs: an output projection reads two heads of 96. With $n$ = 12,288 its
@@ -615,7 +615,7 @@ for label, b in ("with the bias", bias), ("without", 0):
 
 
 # %% [markdown]
-# ## 5.24.7 A plan, and the census without a file
+# ## 5.28.7 A plan, and the census without a file
 #
 # Everything so far is arithmetic on shapes. Put together, file by file, it says which bytes would be written, before
 # any is.
@@ -712,7 +712,7 @@ print(f"on disk, with headers and half-used pages: {pages / 1e9:.1f} GB")
 assert pages < 6e9
 
 # %% [markdown]
-# ## 5.24.8 Written whole or not at all
+# ## 5.28.8 Written whole or not at all
 #
 # One file: its length, its header, its values. The values are made 32,768 at a time, which fits a core's cache. Before
 # each of these chunks `write_shard` looks at `stop`, so that Ctrl-C does not wait for 17 GB.
@@ -778,9 +778,9 @@ def prepare(folder: str | os.PathLike) -> Path:
     Raises FileNotFoundError if there is no folder to make it in, SynthError if it is a file or is not empty, UsageError
     if it is no path.
     """
-    folder = path_argument("folder", folder).resolve()
+    folder = given_path("folder", folder).resolve()
     if not folder.parent.is_dir():
-        raise FileNotFoundError(f"{folder.parent}: no such folder to make {folder.name} in")
+        raise MissingFile(f"{folder.parent}: no such folder to make {folder.name} in")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         fault = "exists and is not empty" if folder.is_dir() else "is a file"
         raise SynthError(f"{folder}: {fault}, expected a new or an empty folder")
@@ -937,7 +937,7 @@ except SynthError as error:
 print("left behind:", [path.name for path in Path(scratch.name).iterdir() if path.name.endswith(".part")])
 
 # %% [markdown]
-# ## 5.24.9 Holes, looked at
+# ## 5.28.9 Holes, looked at
 #
 # The same code at full width, three layers and 64 experts: layer 1 is KDA with a MoE. The bytes that the file system
 # has on disk must be those that the plan writes, and no others.
@@ -999,7 +999,7 @@ assert not w.any() and np.isnan(naive).any()
 # For the device there is `slice`, whose every byte is real. A copy must keep holes (`cp --sparse=always`, `tar -S`), or
 # 5 GB become 1,561.
 #
-# ## 5.24.10 Make it fast
+# ## 5.28.10 Make it fast
 #
 # Drawing is the work. Each step of the ladder changes one thing. Normal deviates need a table and sometimes a
 # logarithm; a float32 takes 32 random bits of which BF16 keeps 8; arrays that leave the cache wait for memory.
@@ -1043,4 +1043,4 @@ scratch.cleanup()
 #    it were layer 92?
 # 3. Write `resize(home, vocab)`, which cuts a synthetic checkpoint's vocabulary without writing any other file again.
 #
-# Next: [5.25 The dial: one model, any budget](25_decode.ipynb).
+# Next: [5.29 Showing must not cost the result](29_display.ipynb).
