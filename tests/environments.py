@@ -234,7 +234,7 @@ class Run:
         self.outputs = [self.folder / "out" / name for name in ("r.json", "l.npy")] if drawn.get("outputs") else []
         if user := drawn.get("user"):
             for path in (self.folder, *self.folder.rglob("*")):
-                os.chown(path, user, user)
+                os.chown(path, user, user, follow_symlinks=False)
             os.chown(self.closed_to_others, 0, 0)
         self.closed_to_others.chmod(0o555)
         self.specification = self.spec()
