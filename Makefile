@@ -20,7 +20,7 @@ PY := $(BIN)/python
 PYTEST := $(PY) -m pytest -rs -n 2 --dist loadfile --no-loadscope-reorder
 NBVAL := --nbval --nbval-sanitize-with tests/nbval.cfg --nbval-kernel-name python3
 
-.PHONY: decode lab site site-test test test-all check lint export tidy format graph book scale matrix bench bench-history faults environments clean
+.PHONY: lab decode test test-all check lint export tidy format graph book site site-test scale matrix bench bench-history faults environments clean
 
 lab: .venv/ready
 	$(PY) -m jupyterlab book/00_k3/01_k3.ipynb
@@ -70,7 +70,7 @@ book: .venv/ready
 
 site: .venv/site-ready
 	$(PY) -m sphinx -q -W --keep-going -d .venv/doctrees -c book/site book out/site
-	@echo "open out/site/index.html"
+	@$(PY) -c "print('open out/site/index.html')"
 
 site-test: site  # in headless Chromium: Debian's packages chromium and chromium-driver
 	$(PY) book/site/check.py out/site out/site-screenshots

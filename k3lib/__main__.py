@@ -10,9 +10,6 @@ def run() -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of numpy's products, which no command uses: else one a core
     try:
         _occupy_closed_outputs()
-        if _folder_is_gone():  # libraries look for their files there
-            _complain("k3: the current folder was removed: change to another one")
-            return 2
         from k3lib.cli import main
 
         code = main()
@@ -22,14 +19,6 @@ def run() -> int:
     finally:
         _forget_unwritten()
     return code if code < 128 else _end_at_once(code)
-
-
-def _folder_is_gone():
-    try:
-        os.getcwd()
-        return False
-    except OSError:
-        return True
 
 
 def _complain(line):

@@ -30,7 +30,11 @@ def _run(args, **files):
 
     check_outputs(args.model, *files.values())
     args.results = Results(**files)
-    prompt = None if args.prompt is None else os.fsencode(args.prompt)  # bytes that are not UTF-8 stay as they are
+    try:
+        prompt = None if args.prompt is None else os.fsencode(args.prompt)  # bytes that are not UTF-8 stay as they are
+    except UnicodeEncodeError as error:  # in some charsets Python cannot turn every byte into text and back
+        text = f"--prompt: is no text in the locale's charset, {error.encoding}: give it as a file, with --prompt-file"
+        raise UsageError(text) from None
     if args.prompt_file is not None:
         prompt = file_blocks(args.prompt_file)
     options = {name: getattr(args, name) for name in ("max_new_tokens", "ram", "trunk", "threads", "readers")}
@@ -112,6 +116,8 @@ def _verify(args):
     from k3lib.tensors import check_tensors
     from k3lib.verify import manifest_path, manifest_text, verify
 
+    if args.trunk is not None:
+        return _verify_trunk(args)
     config, target = read_config(args.model), args.write_manifest
     target = Path(manifest_path(args.model) if target is True else target) if target else None
     check_outputs(args.model, args.json, target)
@@ -132,34 +138,58 @@ def _verify(args):
         args.show(f"{target}: the hashes of {len(found.hashes)} files, to be read by {readers}")
 
 
+def _verify_trunk(args):
+    from k3lib.pack import verify_packed
+    from k3lib.results import check_outputs, write_json
+
+    check_outputs(args.model, args.json)
+    checkpoint, names, nbytes = _trunk_of(args.model)
+    with progress_bar(nbytes, "B", desc="comparing", unit_scale=True) as bar:
+        wrong = verify_packed(checkpoint, names, args.trunk, args.show, bar.update)
+    found = {"model": args.model, "trunk": args.trunk, "tensors": len(names), "bytes": nbytes, "damaged": wrong}
+    if args.json is not None:
+        write_json(args.json, found)
+    if wrong:
+        more = " ..." * (len(wrong) > 1)
+        raise CheckpointError(f"{len(wrong)} damaged: {next(iter(wrong.values()))}{more}: pack this checkpoint again")
+    args.show(f"{args.trunk}: {len(names)} tensors of {shown_size(nbytes)}, each byte equal to {args.model}'s")
+
+
+def _trunk_of(model):
+    "The checkpoint, the names of its trunk's tensors, and their bytes. Raises what `load` raises."
+    from k3lib.checkpoint import Checkpoint
+    from k3lib.tensors import check_tensors, forward_order
+
+    config, checkpoint = read_config(model), Checkpoint(model)
+    check_tensors(config, checkpoint)
+    names = list(forward_order(config))
+    return checkpoint, names, sum(checkpoint.extent(name).nbytes for name in names)
+
+
 def pack_trunk(path: str | os.PathLike, folder: str | os.PathLike) -> str:
     """Copy the trunk of the checkpoint in `path` to `folder`, except for files that an interrupted call has completed.
 
     Returns a line that says what was done. Raises what `load` and `pack` raise, UsageError if `folder` is a file or
     lies in the model's own folder, and Interrupted.
     """
-    from k3lib.checkpoint import Checkpoint
     from k3lib.pack import pack
     from k3lib.run import Interrupted
-    from k3lib.tensors import check_tensors, forward_order
 
-    config, checkpoint, folder = read_config(path), Checkpoint(path), Path(folder)
+    (checkpoint, names, nbytes), folder = _trunk_of(path), Path(folder)
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder}: is a file, but the packed trunk needs a folder")
     if checkpoint.path.resolve() in (folder.resolve(), *folder.resolve().parents):
         raise UsageError(f"{folder}: lies in the model's own folder, which is never written to")
-    check_tensors(config, checkpoint)
-    names, found, began = list(forward_order(config)), len(_shards(folder)), time.perf_counter()
-    nbytes = sum(checkpoint.extent(name).nbytes for name in names)
+    began = time.perf_counter()
     try:
         with progress_bar(nbytes, "B", desc="packing", unit_scale=True) as bar:
-            pack(checkpoint, names, folder, bar.update)
+            written = pack(checkpoint, names, folder, bar.update)
     except KeyboardInterrupt:
         done = f"with {len(_shards(folder))} files in {folder}"
         raise Interrupted(f"{done}: the same command goes on from there") from None
     seconds, files = time.perf_counter() - began, [file.stat() for file in _shards(folder)]
     sizes = shown_size(sum(file.st_size for file in files)), shown_size(sum(disk_bytes(file) for file in files))
-    counts = f"{len(files) - found} written and {found} found, all compared with {path}, in {seconds:.1f} s"
+    counts = f"{written} written and {len(files) - written} found, all compared with {path}, in {seconds:.1f} s"
     return f"{folder}: {len(files)} files of {sizes[0]}, {sizes[1]} on disk; {counts}"
 
 
@@ -235,6 +265,8 @@ def _add_verify(parser):
     _option(which, "--manifest", "FILE", f"a sha256sum file of the model's files ({beside}, if there is one)")
     written = f"hash every file and, if nothing is damaged, write such a file ({beside})"
     which.add_argument("--write-manifest", metavar="FILE", nargs="?", const=True, help=written)
+    packed = "compare, instead, each byte of a folder that `k3 pack` has filled with the model that it was packed from"
+    _option(which, "--trunk", "DIR", packed)
     _option(parser, "--json", "FILE", "write the result as JSON")
 
 
@@ -317,7 +349,8 @@ def _stopping(args) -> Iterator[list[int]]:
     before = {number: signal.signal(number, _receive) for number in heard}
     others = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     watcher = threading.Thread(target=_end_late, args=(args, reader), name="k3-signals", daemon=True)
-    watcher.start()
+    with contextlib.suppress(RuntimeError):  # no thread can be started: the plan refuses a run for that, in words
+        watcher.start()
     try:
         yield _received
     finally:
@@ -325,7 +358,8 @@ def _stopping(args) -> Iterator[list[int]]:
         signal.set_wakeup_fd(others)
         if not _received:  # otherwise the watcher stays, in case the end of the process takes long
             os.write(writer, b"\0")
-            watcher.join()
+            if watcher.ident is not None:
+                watcher.join()
             os.close(reader)
             os.close(writer)
         for number, handler in before.items():

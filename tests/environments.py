@@ -234,7 +234,7 @@ class Run:
         self.outputs = [self.folder / "out" / name for name in ("r.json", "l.npy")] if drawn.get("outputs") else []
         if user := drawn.get("user"):
             for path in (self.folder, *self.folder.rglob("*")):
-                os.chown(path, user, user)
+                os.chown(path, user, user, follow_symlinks=False)
             os.chown(self.closed_to_others, 0, 0)
         self.closed_to_others.chmod(0o555)
         self.specification = self.spec()
@@ -328,6 +328,13 @@ class Run:
                 "streams": ["pipe" if kind.startswith("closed ") else kind for kind in streams],
                 "command": self.command()}
 
+    def kept(self):
+        "Folders in which machine code may be kept."
+        named = [self.env.get("NUMBA_CACHE_DIR") or None, self.folder / "none"]
+        named += [Path(self.env[name], *rest) for name, *rest in (("HOME", ".cache"), ("XDG_CACHE_HOME", "k3"))
+                  if os.path.isabs(self.env.get(name, ""))]
+        return [self.folder / path for path in named if path]
+
     def everything(self):
         "All files that this run could leave behind."
         return {os.fsencode(path) for path in self.folder.rglob("*")}
@@ -398,6 +405,8 @@ class Judge:
             codes |= {1}  # the libraries themselves do not fit
         if "FSIZE" in drawn and (drawn.get("stdout") == "file" or drawn.get("outputs")):
             codes |= {1}
+        if drawn.get("cwd") == "removed":
+            codes |= {2}  # a library may ask for the current folder when it is imported
         charset = drawn.get("locale", {}).get("LC_ALL", "")
         if drawn.get("prompt") == "text of other scripts" and charset.endswith(("BIG5", "EUC-JP")):
             codes |= {2}  # bytes that are no text in the locale's charset do not all come through to Python
@@ -421,7 +430,7 @@ class Judge:
         if len(lines) - len(told) > 1 or len(told) != (code != 0) * (drawn.get("stderr") is None):
             return f"{len(lines)} lines on stderr, expected {'one' if code else 'none'}"
         command = drawn.get("words", ["decode"])[0]
-        if told and not (told[0].startswith(f"k3 {command}: ") and 20 < len(told[0]) < 1500):
+        if told and not (told[0].startswith((f"k3 {command}: ", "k3: ")) and 20 < len(told[0]) < 1500):
             return "not a clear line"
         if code == 0 and "words" not in drawn:
             shown = text_of(out, drawn.get("encoding")).splitlines()
@@ -432,9 +441,9 @@ class Judge:
 
     def wrong_files(self, run, code, prompt):
         "What is wrong with the files that a run has left."
+        own = [*run.outputs, run.folder / "stdout", *run.kept()]
         left = sorted(path for path in run.everything() - run.before
-                      if not any(word in os.fsdecode(path) for word in ("cache", "stdout", ".kernel", "none", "full"))
-                      and path not in map(os.fsencode, run.outputs))
+                      if not any(Path(os.fsdecode(path)).is_relative_to(mine) for mine in own))
         if left:
             return f"leaves {left[0]!r} behind"
         saved = [path for path in run.outputs if path.exists()]
@@ -443,9 +452,12 @@ class Judge:
             return f"{len(saved)} of {len(run.outputs)} files are saved"
         for path in saved:
             data = path.read_bytes()
-            if path.suffix == ".json" and json.loads(data)["ids"] != self.ids[prompt]:
-                return "the report holds other ids"
-            if path.suffix == ".npy" and code != 2 and data != self.logits[prompt]:
+            part = code == 1 and "FSIZE" in run.drawn  # a run that fails half way keeps what it has
+            if path.suffix == ".json":
+                ids = json.loads(data)["ids"]
+                if ids != self.ids[prompt][:len(ids) if part else NEW]:
+                    return "the report holds other ids"
+            elif data != self.logits[prompt] and not (part and self.logits[prompt][128:].startswith(data[128:])):
                 return "other logits"
         return ""
 

@@ -651,6 +651,7 @@ def tokenizer_files(rng):
         "half": lambda n: n.__delitem__(slice(250, None)),
         "two lines swapped": lambda n: n.__setitem__(slice(i, i + 2), n[i:i + 2][::-1]),
         "one more": lambda n: n.append(base64.b64encode(b"unlikely") + b" 496\n"),
+        "CRLF": lambda n: n.__setitem__(slice(None), [x[:-1] + b"\r\n" for x in n]),
         "no token for a byte": lambda n: n.__setitem__(7, base64.b64encode(b"unlikely") + b" 7\n"),
         "a rank of 5,000 digits": lambda n: n.__setitem__(i, b"KA== " + b"9" * 5000 + b"\n"),
     }.items():

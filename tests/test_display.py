@@ -224,10 +224,11 @@ def test_a_signal_is_told_by_the_exit_code_where_nobody_listens(number, tmp_path
 
 def test_an_executed_notebook_is_shown_in_any_encoding(tmp_path):
     import nbformat
-    output = nbformat.v4.new_output("stream", text="half: \ufffd, whole: \u4e16\n")
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("", outputs=[output])])
+    cell = nbformat.v4.new_code_cell(r"print('half: \ufffd, whole: \u4e16')")
+    notebook = nbformat.v4.new_notebook(cells=[cell])
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python", "language": "python"}
     nbformat.write(notebook, tmp_path / "n.ipynb")
-    command = [sys.executable, ROOT / "book" / "show_run.py", tmp_path / "n.ipynb"]
+    command = [sys.executable, ROOT / "book" / "show_run.py", tmp_path / "n.ipynb", tmp_path / "executed.ipynb"]
     run = subprocess.run(command, capture_output=True, env={**PLAIN, "PYTHONIOENCODING": "latin-1"})
     assert run.returncode == 0 and run.stdout.startswith(b"half: \\ufffd, whole: \\u4e16\n"), run.stderr
 

@@ -25,7 +25,10 @@ class Ended:
         self.outputs = [tmp_path / name for name in ("r.json", "l.npy")] if drawn.get("outputs") else []
         for path, data in zip(self.outputs, saved):
             path.write_bytes(data)
-        self.left = left
+        self.left, self.folder = left, tmp_path
+
+    def kept(self):
+        return [self.folder / "cache"]
 
     def everything(self):
         return {*self.left}
@@ -75,6 +78,7 @@ REPORT = b'{"ids": [1, 2, 3]}'
     ({}, 0, [REPORT, b"other"], [], "other logits"),
     ({}, 0, [b'{"ids": [1]}', b"logits"], [], "the report holds other ids"),
     ({}, 0, [REPORT, b"logits"], [b"/x/.r.json.part"], "leaves b'/x/.r.json.part' behind"),
+    ({}, 0, [REPORT, b"logits"], [b"/x/cache/a.kernel"], "leaves b'/x/cache/a.kernel' behind"),
     ({"stdout": "closed early"}, 1, [], [], "0 of 2 files are saved"),
     ({"stdout": "closed early"}, 1, [REPORT, b"logits"], [], ""),
     ({"NOFILE": 8, "hard": True}, 2, [], [], ""),
@@ -83,6 +87,11 @@ def test_files_of_runs(judge, tmp_path, drawn, code, saved, left, wrong):
     run = Ended(tmp_path, drawn | {"outputs": True}, saved, left)
     said = judge.wrong(run, code, b"" if code else GOOD, LINE if code else b"")
     assert said.startswith(wrong) and bool(said) == bool(wrong)
+
+
+def test_machine_code_is_no_leftover(judge, tmp_path):
+    run = Ended(tmp_path, {}, left=[bytes(tmp_path / "cache" / "a.kernel"), bytes(tmp_path / "stdout")])
+    assert judge.wrong(run, 0, GOOD, b"") == ""
 
 
 def test_draws_are_the_same_again_and_every_axis_is_drawn():

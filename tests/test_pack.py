@@ -1,5 +1,6 @@
 "k3lib.pack: a packed trunk has the checkpoint's bytes or is refused, whenever the packing was interrupted."
 import errno
+import json
 import os
 import shutil
 import threading
@@ -9,7 +10,7 @@ from itertools import count
 
 import numpy as np
 import pytest
-from common import MODEL, same, until
+from common import MODEL, k3, refused, same, until
 from interrupts import at_every_moment
 from matrices import write_model
 
@@ -407,3 +408,26 @@ def test_arguments_of_a_wrong_type_are_refused_by_name(tmp_path, call, words):
     with pytest.raises(UsageError, match=words):
         call(write_model(tmp_path / "m", tensors), tmp_path / "packed")
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+# The command
+
+def test_verify_compares_a_packed_trunk(tmp_path):
+    trunk, report = tmp_path / "t", tmp_path / "r.json"
+    said = k3("pack", MODEL, trunk).stdout
+    assert "14 written and 0 found" in said and "0 written and 14 found" in k3("pack", MODEL, trunk).stdout
+    good = k3("verify", MODEL, "--trunk", trunk, "--json", report)
+    assert good.returncode == 0 and f"{trunk}: 339 tensors of 4.6 MB, each byte equal to {MODEL}'s" in good.stdout
+    assert json.loads(report.read_text())["damaged"] == {}
+    victim = trunk / "model-00005-of-000014.safetensors"
+    with Checkpoint(trunk) as packed:
+        extent = packed.extent(f"{PREFIX}4.self_attn.q_proj.weight")
+    flip(victim, extent.offset + extent.nbytes // 2 - victim.stat().st_size)
+    assert k3("decode", MODEL, "--ids", "1,2", "--max-new-tokens", 1, "--trunk", trunk).returncode == 0
+    bad = k3("verify", MODEL, "--trunk", trunk, "--json", report)
+    refused(bad, 4, f"1 damaged: {victim}: {PREFIX}4.self_attn.q_proj.weight is missing or differs", "pack this")
+    assert [*json.loads(report.read_text())["damaged"]] == [str(victim)]
+    refused(k3("verify", MODEL, "--trunk", tmp_path / "nowhere"), 2, "nowhere")
+    refused(k3("verify", MODEL, "--trunk", MODEL), 2, "is the checkpoint itself")
+    both = k3("verify", MODEL, "--trunk", trunk, "--write-manifest")
+    assert both.returncode == 2 and "not allowed with" in both.stderr

@@ -49,6 +49,20 @@ def test_the_head_has_one_length(tmp_path):
         assert {len(file.head(n)) for n in (0, 1, 9, 10, 2**31, 2**62)} == {128}
 
 
+def test_a_file_of_which_not_even_the_head_could_be_written(tmp_path, monkeypatch):
+    "Nothing is left of it, and it is closed."
+    def refuse(*_):
+        raise OSError(errno.EFBIG, "File too large")
+
+    file = RowsFile(tmp_path / "l.npy")
+    monkeypatch.setattr(GrowingFile, "_write", refuse)
+    with pytest.raises(OSError):
+        file.add(ROWS[0])
+    assert names(tmp_path) == [file.private.name]
+    file.finish(False)
+    assert names(tmp_path) == [] and file._file.closed
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_file_without_records(whole, tmp_path):
     "A whole run without requests has an empty trace; what fails before its first record leaves no file, and the old."

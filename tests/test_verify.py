@@ -469,6 +469,9 @@ def test_ctrl_c_ends_it_soon_and_keeps_what_is_done(model):
     (lambda model: verify(model, threads=0), "threads is 0: a whole number from 1"),
     (lambda model: verify(model, threads="x"), "threads is 'x': a whole number from 1"),
     (lambda model: verify(model, threads=-1), "threads is -1: a whole number from 1"),
+    (lambda model: hashes(5, [SHA256]), "path is 5, expected a path"),  # not the file that has descriptor 5
+    (lambda model: read_manifest(5), "path is 5, expected a path"),
+    (lambda model: manifest_path(None), "folder is None, expected a path"),
     (lambda model: hashes(model / SHARD, ["md5"]), "kind of hash is 'md5', expected 'sha256' or"),
     (lambda model: hashes(model / SHARD, [SHA256], read_bytes=0), "read_bytes is 0: a whole number from 1"),
     (lambda model: hashes(model / SHARD, [SHA256], read_bytes=-4096), "read_bytes is -4096: a whole number from 1"),

@@ -80,9 +80,9 @@ def test_a_number_that_is_none(name, value):
 
 @pytest.mark.parametrize("name", ["on_plan", "progress"])
 def test_a_function_that_is_none(name, model):
-    refused(lambda: k3lib.load(MODEL, **{name: 5}), f"{name} is 5", "a function is needed")
-    refused(lambda: model.forward([1], watch=5), "watch is 5", "a function is needed")
-    refused(lambda: model.generate([1], 2, on_logits="x"), "on_logits is 'x'", "a function is needed")
+    refused(lambda: k3lib.load(MODEL, **{name: 5}), f"{name} is 5", "expected a function")
+    refused(lambda: model.forward([1], watch=5), "watch is 5", "expected a function")
+    refused(lambda: model.generate([1], 2, on_logits="x"), "on_logits is 'x'", "expected a function")
 
 
 @pytest.mark.parametrize("ram", [10**9, 1e9, np.int64(10**9), "1GB", "1000000000"])

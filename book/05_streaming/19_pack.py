@@ -153,8 +153,8 @@ def _same(files: Files, a: Extent, b: Extent) -> bool:
 # name compares the file of the first, as it does with every file that it finds.
 
 # %% tags=["export"]
-def _pack_file(checkpoint: Checkpoint, file: _TrunkFile, progress: Callable[[int], object]) -> None:
-    "Write a file unless it exists, and compare it with the checkpoint. Raises CheckpointError if it differs."
+def _pack_file(checkpoint: Checkpoint, file: _TrunkFile, progress: Callable[[int], object]) -> bool:
+    "Write a file unless it exists, and compare it. Was it written? Raises CheckpointError if it differs."
     part, files = f"{file.path}.{uuid.uuid4().hex}.part", Files(checkpoint.fingerprints)
     try:
         found = os.path.exists(file.path)
@@ -163,8 +163,9 @@ def _pack_file(checkpoint: Checkpoint, file: _TrunkFile, progress: Callable[[int
         _compare_file(files, file, file.path if found else part, checkpoint, progress)
         files.check()
         files.close()  # a file that is open gets no other name on Windows
-        if not found and not _name_file(part, file.path):
-            _pack_file(checkpoint, file, lambda nbytes: None)
+        if found or _name_file(part, file.path):
+            return not found
+        return _pack_file(checkpoint, file, lambda nbytes: None)
     finally:
         with suppress(FileNotFoundError):  # half a file is of no use to the next run
             os.unlink(part)
@@ -282,14 +283,15 @@ def checked_names(names: Iterable[str]) -> list[str]:
 
 # %% tags=["export"]
 def pack(checkpoint: Checkpoint, names: Iterable[str], folder: str | os.PathLike,
-         progress: Callable[[int], object] | None = None) -> None:
+         progress: Callable[[int], object] | None = None) -> int:
     """Copy the tensors `names`, in this order, to safetensors files in `folder`: one for each layer, one for the rest.
 
-    Holes stay holes. A file gets its name only when it is on the disk and equal to the checkpoint. So a run that was
-    interrupted can be repeated: files that have their names are compared, not written. If another run packs into the
-    folder, this one waits for its end. progress(nbytes) is called for each tensor done. Raises CheckpointError if the
-    tensors of a layer do not lie side by side, if a file is of another checkpoint, or if the folder holds other
-    safetensors files; OSError if the disk is full; UsageError for an argument of a wrong type.
+    Returns how many files were written. Holes stay holes. A file gets its name only when it is on the disk and equal to
+    the checkpoint. So a run that was interrupted can be repeated: files that have their names are compared, not
+    written. If another run packs into the folder, this one waits for its end. progress(nbytes) is called for each
+    tensor done. Raises CheckpointError if the tensors of a layer do not lie side by side, if a file is of another
+    checkpoint, or if the folder holds other safetensors files; OSError if the disk is full; UsageError for an argument
+    of a wrong type.
     """
     folder, names = given_path("folder", folder), checked_names(names)
     if not isinstance(checkpoint, Checkpoint):
@@ -311,8 +313,7 @@ def pack(checkpoint: Checkpoint, names: Iterable[str], folder: str | os.PathLike
         need, free = sum(map(_data_bytes, missing)), shutil.disk_usage(folder).free
         if need > free:
             raise OSError(errno.ENOSPC, f"{folder}: {need} bytes are still to be written, but {free} are free")
-        for file in files:
-            _pack_file(checkpoint, file, progress or (lambda nbytes: None))
+        return sum(_pack_file(checkpoint, file, progress or (lambda nbytes: None)) for file in files)
 
 
 # %% [markdown]

@@ -144,7 +144,7 @@ def hashes(path: str | Path, kinds: Iterable[str], progress: Callable[[int], obj
     `progress` is called with the number of bytes of each read, of `read_bytes` at most. Raises CheckpointError if the
     file cannot be read, or changes while it is read; UsageError for another kind.
     """
-    read_bytes = whole_number("read_bytes", read_bytes, 1, 1 << 30)
+    path, read_bytes = given_path("path", path), whole_number("read_bytes", read_bytes, 1, 1 << 30)
     with open_shard(path) as file:
         fd = file.fileno()
         before = file_stamp(os.fstat(fd))
@@ -198,8 +198,9 @@ def manifest_text(found: dict[str, str]) -> str:
 def read_manifest(path: str | Path) -> dict[str, str]:
     """{name: SHA-256} of a sha256sum file.
 
-    Raises FileNotFoundError if there is no such file, CheckpointError if it is no manifest.
+    Raises FileNotFoundError if there is no such file, CheckpointError if it is no manifest, UsageError for no path.
     """
+    path = given_path("path", path)
     if not os.path.lexists(path):
         raise MissingFile(f"{path}: no such manifest")
     with open_shard(path) as file:
@@ -227,7 +228,7 @@ def read_manifest(path: str | Path) -> dict[str, str]:
 # %% tags=["export"]
 def manifest_path(folder: str | Path) -> Path:
     "Where the manifest of the model in `folder` is looked for: beside it, or beside `snapshots` in a hub cache."
-    folder = Path(folder).resolve()
+    folder = given_path("folder", folder).resolve()
     home = folder.parents[1] if folder.parent.name == "snapshots" else folder.parent
     return home / f"{folder.name}.sha256"
 

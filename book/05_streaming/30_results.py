@@ -111,7 +111,9 @@ class GrowingFile(GrowingFile):
         if self._named or self._file is None and not whole:
             return
         file = self._opened()
-        if not file.closed:
+        if not whole and not self.records:  # nothing to keep; also where not even the head could be written
+            file.close()
+        elif not file.closed:
             self._write(file, 0, self.head(self.records))
             try:
                 file.truncate(self._end)
