@@ -10,7 +10,6 @@ import os
 import pickle
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import uuid
@@ -319,6 +318,8 @@ def compile_apart(program: str) -> bool:
     global _apart_failed
     if all_kept() or (folder := _folder_to_compile_in()) is None:
         return False
+    import subprocess  # here, because it takes memory and only a first run needs it
+
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if sys.stderr.isatty():
             _say_once("k3: compiling all kernels, once for this installation and this CPU")

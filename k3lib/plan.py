@@ -11,7 +11,7 @@ from k3lib.kernel_cache import compile_apart, compile_for, compiles_here, write_
 from k3lib.parallel import CORES, default_arithmetic
 from k3lib.matmul import ResidentMatrix, linear
 from k3lib.system import (
-    address_shortage, open_files_shortage, resident_bytes, resident_file_bytes, startable_threads,
+    address_shortage, open_files_shortage, resident_bytes, resident_file_bytes, startable_threads, trim_freed_memory,
 )
 from k3lib.fileio import UsageError
 from k3lib.config import Config, read_config
@@ -70,6 +70,7 @@ class Held:
     """
 
     def __init__(self) -> None:
+        trim_freed_memory()  # reading headers leaves one to three megabytes of it, never the same in two processes
         nbytes, libraries = resident_bytes(), resident_file_bytes()
         self.nbytes = PROCESS_RSS if nbytes is None else nbytes
         before = LIBRARY_RSS_BEFORE if libraries is None else libraries

@@ -11,6 +11,7 @@
 # [1.3 Sixteen lanes as one value](03_simd.ipynb)
 
 # %%
+import subprocess
 import time
 
 import numpy as np
@@ -23,7 +24,6 @@ import os
 import pickle
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import uuid
@@ -499,6 +499,8 @@ def compile_apart(program: str) -> bool:
     global _apart_failed
     if all_kept() or (folder := _folder_to_compile_in()) is None:
         return False
+    import subprocess  # here, because it takes memory and only a first run needs it
+
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if sys.stderr.isatty():
             _say_once("k3: compiling all kernels, once for this installation and this CPU")
