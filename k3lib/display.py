@@ -80,9 +80,10 @@ def progress_bar(total: int | None, unit: str, **options: Any) -> Any:
     "A tqdm bar on stderr where that is a terminal, else one that shows nothing."
     from tqdm import tqdm
 
+    quiet = type("Bar", (tqdm,), {"monitor_interval": 0})  # tqdm's own thread would take 72 MB of addresses
     if sys.stderr is None or not sys.stderr.isatty():
-        return tqdm(total=total, unit=unit, disable=True, **options)
-    return tqdm(total=total, unit=unit, leave=False, file=Unfailing(sys.stderr), **options)
+        return quiet(total=total, unit=unit, disable=True, **options)
+    return quiet(total=total, unit=unit, leave=False, file=Unfailing(sys.stderr), **options)
 
 
 def hidden(bar: Any) -> AbstractContextManager:
