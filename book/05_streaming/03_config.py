@@ -555,7 +555,7 @@ plt.show()
 # %%
 def refusal(*changes):
     "The message for the embedded model's config after `changes`: (dotted path, new value or None to delete)."
-    tree = json.loads((MODEL / "config.json").read_text())
+    tree = json.loads((MODEL / "config.json").read_bytes())
     for path, value in changes:
         *above, key = path.split(".")
         part = tree["text_config"]

@@ -508,7 +508,7 @@ for file in oracle.files:
         assert (oracle.extent(name).dtype, list(ours.shape)) == (theirs["dtype"], theirs["shape"]), name
         assert ours.tobytes() == theirs["data"], name
         compared += ours.nbytes
-total = json.loads((MODEL / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
+total = json.loads((MODEL / "model.safetensors.index.json").read_bytes())["metadata"]["total_size"]
 assert compared == total and len(oracle) == len(set(oracle.names()))
 print(f"{len(oracle):,} tensors, {compared:,} bytes equal")
 
@@ -521,7 +521,7 @@ print(f"{len(oracle):,} tensors, {compared:,} bytes equal")
 def listed(change):
     "What opening the embedded model says, with its index changed by change(index), as links to its files."
     with tempfile.TemporaryDirectory() as other:
-        index = json.loads((MODEL / INDEX).read_text())
+        index = json.loads((MODEL / INDEX).read_bytes())
         change(index)
         Path(other, INDEX).write_text(json.dumps(index))
         for file in oracle.files:

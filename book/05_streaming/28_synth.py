@@ -903,7 +903,7 @@ small = Checkpoint(home)
 for file in small.files:
     for name, theirs in safetensors.deserialize(Path(file).read_bytes()):
         assert small.raw(name).tobytes() == theirs["data"] and list(small.extent(name).shape) == theirs["shape"]
-print(json.loads((home / "config.json").read_text())["synthetic"]["generator"], f"wrote {done.tensors:,} tensors\n")
+print(json.loads((home / "config.json").read_bytes())["synthetic"]["generator"], f"wrote {done.tensors:,} tensors\n")
 print(small.census(experts_per_token=4).table())
 
 
