@@ -381,8 +381,18 @@ def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 # they are on the disk, the hidden file is renamed, in one step, and the folder is synced because it holds the name
 # (5.1.4). Before the renaming a caller may check what was written: the copy of the trunk in 5.19 gets its name only if
 # it equals the original.
+#
+# Renaming removes what had the name before. For a user with all rights that may be a device: a state saved to
+# `/dev/null` would take it from every program of the machine. So only a regular file is replaced. A link is not,
+# because the file that it leads to would keep its old bytes.
 
 # %% tags=["export"]
+def refuse_to_replace(path: Path) -> None:
+    "Raise UsageError if `path` is a link, a folder, a device or a pipe. It may be a regular file, or nothing."
+    if path.is_symlink() or path.exists() and not path.is_file():
+        raise UsageError(f"{path}: is no regular file, so it will not be replaced by one")
+
+
 @contextmanager
 def whole_file(
     path: str | os.PathLike[str], check: Callable[[Path], object] | None = None
@@ -391,9 +401,10 @@ def whole_file(
 
     `check(part)`, if given, is called with the path of the complete file before it gets its name. If the block or
     `check` raises, the old file at `path` stays as it was and the new one is removed. Raises UsageError if `path` is no
-    path.
+    path, or not that of a regular file.
     """
     path = given_path("path", path)
+    refuse_to_replace(path)
     part = path.with_name(f".{path.name[:40]}.{uuid.uuid4().hex}.part")  # two threads may write `path` at once
     try:
         with writing(part) as file:

@@ -38,7 +38,7 @@ from typing import Any
 
 import numpy as np
 
-from k3lib.fileio import MissingFile, UsageError, whole_file
+from k3lib.fileio import MissingFile, UsageError, refuse_to_replace, whole_file
 from k3lib.system import sync_folder
 from k3lib.trace import packed_trace
 
@@ -281,8 +281,7 @@ def _check_output(path):
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise UsageError(f"{path}: the folder {path.parent} cannot be written to: {error.strerror}") from None
-    if path.is_symlink() or path.exists() and not path.is_file():
-        raise UsageError(f"{path}: is no regular file, so it will not be replaced by one")
+    refuse_to_replace(path)
 
 
 # %% [markdown]
