@@ -15,7 +15,7 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
-from k3lib.system import pread, sync_folder
+from k3lib.system import pread, sync_folder, thread_shortage
 
 
 class K3Error(Exception):
@@ -52,6 +52,12 @@ _TOO_LITTLE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 def read_fault(text: str, cause: Exception, error: type[Exception] = CheckpointError) -> Exception:
     "What to raise where a file cannot be read because of `cause`: `error`, or ResourceError if the file may be good."
     return (ResourceError if getattr(cause, "errno", None) in _TOO_LITTLE else error)(text)
+
+
+def require_threads(wanted: int, what: str) -> None:
+    "Raise ResourceError if this process cannot start `wanted` more threads, as `what` does."
+    if (shortage := thread_shortage(wanted, what)) is not None:
+        raise ResourceError(shortage)
 
 
 def shown_value(value: object) -> str:
@@ -273,7 +279,7 @@ def whole_file(
 
 
 __all__ = [
-    "K3Error", "UsageError", "MissingFile", "ResourceError", "CheckpointError", "read_fault", "shown_value",
-    "wrong_argument", "given_path", "function_argument", "MAX_READ", "read_exactly", "open_shard", "small_file",
-    "DEPTH_MAX", "json_object", "Unusual", "Fingerprint", "fingerprint", "writing", "whole_file",
+    "K3Error", "UsageError", "MissingFile", "ResourceError", "CheckpointError", "read_fault", "require_threads",
+    "shown_value", "wrong_argument", "given_path", "function_argument", "MAX_READ", "read_exactly", "open_shard",
+    "small_file", "DEPTH_MAX", "json_object", "Unusual", "Fingerprint", "fingerprint", "writing", "whole_file",
 ]

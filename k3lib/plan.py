@@ -12,7 +12,7 @@ from k3lib.kernel_cache import compile_apart, compile_for, compiles_here, write_
 from k3lib.parallel import CORES, default_arithmetic
 from k3lib.matmul import ResidentMatrix, linear
 from k3lib.system import (
-    address_shortage, open_files_shortage, resident_bytes, resident_file_bytes, startable_threads, trim_freed_memory,
+    address_shortage, open_files_shortage, resident_bytes, resident_file_bytes, thread_shortage, trim_freed_memory,
 )
 from k3lib.fileio import UsageError
 from k3lib.config import Config, read_config
@@ -351,10 +351,8 @@ def _check_limits(plan, held, files, threads):
     "Raise PlanError if the system does not let this process open the `files`, start the threads or reserve the memory."
     started = run_threads(plan.layout, threads)
     shortage = (open_files_shortage(len(files))
-                or address_shortage(plan.total - held.nbytes - held.libraries, started))
-    if shortage is None and (found := startable_threads(started)) < started:
-        shortage = (f"a run starts {started} threads, but this process can start {found} more: run it where "
-                    "`ulimit -u` and the container allow more, or with fewer threads and readers")
+                or address_shortage(plan.total - held.nbytes - held.libraries, started)
+                or thread_shortage(started, "a run"))
     if shortage is not None:
         raise PlanError(None, shortage)
 

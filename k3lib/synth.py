@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 import numpy as np
 from k3lib.system import disk_bytes
-from k3lib.fileio import MissingFile, UsageError, given_path, shown_value, writing
+from k3lib.fileio import MissingFile, UsageError, given_path, require_threads, shown_value, writing
 from k3lib.config import FIXED, INTEGERS, REALS, Config, ConfigError, read_config
 from k3lib.tensors import Place, Tensor, global_tensors, layer_tensors, place_of
 from k3lib.header import ITEMSIZE, header_bytes
@@ -416,9 +416,12 @@ def write_shards(folder: Path, shards: list[Shard], seed: int, progress: Callabl
     """Write all files, a thread for each core, at most 8; files with most values come first.
 
     `progress` is called with a line for each tenth of the values. If anything is raised, the threads have ended before.
+    Raises ResourceError if they cannot be started.
     """
     stop, done, tenths, total = threading.Event(), 0, 0, sum(map(Shard.written, shards))
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    threads = min(8, os.cpu_count() or 1)
+    require_threads(threads, "writing a checkpoint")
+    with ThreadPoolExecutor(threads) as pool:
         try:
             order = sorted(shards, key=Shard.written, reverse=True)
             jobs = {pool.submit(write_shard, folder, shard, seed, stop): shard.written() for shard in order}

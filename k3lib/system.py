@@ -303,6 +303,15 @@ def startable_threads(wanted: int) -> int:
     return len(threads)
 
 
+def thread_shortage(wanted: int, what: str) -> str | None:
+    "None if this process can start `wanted` more threads, as `what` does; else a line of refusal."
+    found = startable_threads(wanted)
+    if found == wanted:
+        return None
+    return (f"{what} starts {wanted} thread{'s' * (wanted > 1)}, but this process can start {found} more: run it where "
+            "`ulimit -u` and the container allow more")
+
+
 STACK_BYTES = 8 << 20  # of a thread, where `ulimit -s` sets no other size
 ARENA_BYTES = 64 << 20  # addresses, not memory, that glibc reserves for the small pieces of a thread
 
@@ -337,6 +346,6 @@ __all__ = [
     "zero_pages", "COMPILED_PREAD", "data_runs", "disk_bytes", "sync_folder", "lock_file", "return_freed_memory",
     "trim_freed_memory", "system_lines", "system_number", "system_fields", "status_bytes", "resident_bytes",
     "resident_file_bytes", "peak_bytes", "read_call_bytes", "machine_free", "raised_limit", "allow_open_files",
-    "open_files_shortage", "startable_threads", "STACK_BYTES", "ARENA_BYTES", "ADDRESS_LIMITS", "address_shortage",
-    "make_nonblocking",
+    "open_files_shortage", "startable_threads", "thread_shortage", "STACK_BYTES", "ARENA_BYTES", "ADDRESS_LIMITS",
+    "address_shortage", "make_nonblocking",
 ]

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import tracemalloc
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
@@ -409,15 +410,18 @@ def test_enough_readers(rates, enough):
 
 def test_the_rates_of_a_device_that_serves_one_read_at_a_time_do_not_grow(tmp_path, monkeypatch):
     (tmp_path / "f").write_bytes(bytes(3 * disk.READ_UNIT + 5))
-    device, real, seen = threading.Lock(), os.preadv, set()
+    device, real, seen, clock = threading.Lock(), os.preadv, set(), count(0., 0.02)
+    now = next(clock)
 
     def preadv(fd, views, offset):
+        nonlocal now
         with device:
             seen.add(offset)
-            time.sleep(0.02)
+            now = next(clock)  # a read takes 0.02 s, however busy this machine is
             return real(fd, views, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(disk, "time", SimpleNamespace(perf_counter=lambda: now))
     rates = read_rates(tmp_path / "f", (1, 4), 0.3)
     assert list(rates) == [1, 4] and enough_readers(rates) == 1
     assert seen == {0, disk.READ_UNIT, 2 * disk.READ_UNIT}, "reads did not come from all over the file"

@@ -194,9 +194,16 @@ def test_an_error_that_nobody_hears_keeps_its_exit_code(args, code, stream, tmp_
     assert run.returncode == code and (run.stdout[:4] == b" we ") == (args is DECODE)
 
 
+def test_a_bar_starts_no_thread():
+    "tqdm starts one for all bars of a process, also for a bar that is not shown. No plan counts it."
+    code = ("import threading; from k3lib.display import progress_bar; bar = progress_bar(10, 'B'); bar.update(3); "
+            "print(threading.active_count()); bar.close()")
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "1\n"
+
+
 @posix
 def test_a_terminal_that_is_closed_ends_no_run(tmp_path):
-    "The progress bar writes to a terminal; whoever had it open closes it after the first token."
+    "The progress bar writes to a terminal, which is closed after the first token."
     import pty
     ours, theirs = pty.openpty()
     loud = [word for word in map(str, DECODE[:-1]) if word != "--quiet"]

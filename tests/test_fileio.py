@@ -6,7 +6,7 @@ import stat
 import pytest
 
 from k3lib import fileio
-from k3lib.checkpoint import shard_names
+from k3lib.checkpoint import files_in
 from k3lib.disk import File
 from k3lib.fileio import (
     DEPTH_MAX,
@@ -43,7 +43,7 @@ def test_what_the_system_gives_too_little_of_is_no_damage(tmp_path, monkeypatch,
         for name in "builtins.open", "k3lib.fileio.pread", "k3lib.disk.open_read", "k3lib.checkpoint.os.listdir":
             monkeypatch.setattr(name, refuse)
         for attempt in (lambda: open_shard(path), lambda: small_file(path, 9, CheckpointError), lambda: File(str(path)),
-                        lambda: read_exactly(file, bytearray(1), 0, "f"), lambda: shard_names(tmp_path)):
+                        lambda: read_exactly(file, bytearray(1), 0, "f"), lambda: files_in(tmp_path)):
             with pytest.raises(kind, match=os.strerror(number)) as caught:
                 attempt()
             assert type(caught.value) is kind and caught.value.exit_code == code

@@ -92,6 +92,18 @@ def test_whatever_is_in_the_place_of_an_entry_is_replaced(package):
     assert leaf.is_file() and root.is_file()
 
 
+@pytest.mark.parametrize("part", [0.2, 0.5, 0.8])
+def test_an_entry_with_one_wrong_bit_is_replaced(package, part):
+    "Machine code with a wrong bit could give any number, so nothing of it may be called."
+    cache = {"NUMBA_CACHE_DIR": str(package / "cache")}
+    run(package, **cache)
+    for entry in (package / "cache").glob("*.kernel"):
+        data = bytearray(entry.read_bytes())
+        data[int(part * len(data))] ^= 4
+        entry.write_bytes(data)
+    assert run(package, **cache) == ("20 compiled", "") and run(package, **cache) == ("20 kept", "")
+
+
 @pytest.mark.parametrize("env, kept_in", [
     (dict(HOME="home", XDG_CACHE_HOME="xdg"), "xdg/k3"),
     (dict(HOME="home", XDG_CACHE_HOME="a file"), "home/.cache/k3"),

@@ -117,6 +117,14 @@ def test_too_few_threads_are_refused_before_the_first_read(ids):
     assert passed == [False, True]
 
 
+@pytest.mark.parametrize("command", [
+    ("plan", MODEL, "--measure"), ("verify", MODEL), ("synth", "new", "--preset", "oracle"), ("pack", MODEL, "new")])
+def test_no_command_leaves_anything_where_no_thread_can_start(command, tmp_path):
+    run = k3(1, *(tmp_path / word if word == "new" else word for word in command), code=FEW)
+    assert (run.returncode, len(run.stderr.splitlines())) == (2, 1 + (command[0] == "synth")), run.stderr
+    assert "but this process can start 0 more: run it where `ulimit -u`" in run.stderr and not list(tmp_path.iterdir())
+
+
 ONE = """
 import os, sys
 from k3lib.__main__ import run

@@ -177,7 +177,7 @@ def test_a_shortage_refuses_the_plan(embedded, monkeypatch, lacks, shortage):
 
 
 def test_too_few_threads_refuse_the_plan(embedded, monkeypatch):
-    monkeypatch.setattr(plan, "startable_threads", lambda wanted: wanted - 2)
+    monkeypatch.setattr(system, "startable_threads", lambda wanted: wanted - 2)
     with pytest.raises(plan.PlanError, match=r"a run starts 5 threads, but this process can start 3 more: .*ulimit -u"):
         plan.make_plan(*embedded, 10**9, 32, threads=1)
 

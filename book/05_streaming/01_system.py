@@ -507,7 +507,7 @@ def open_files_shortage(needed: int) -> str | None:
 # %% [markdown]
 # A thread needs memory for its stack and an entry among the system's processes. No call says how many more threads a
 # process can have: its user's limit, a container's, the address space may each be the first to end. So as many threads
-# as a run needs are started, and ended again.
+# as a command needs are started, and ended again.
 #
 # Address space is limited by `ulimit -v`, private memory by `ulimit -d`. Both count what is reserved, used or not.
 # Whole stacks are reserved: 8 MB a thread unless `ulimit -s` says otherwise. So is an arena, the region from which a
@@ -529,6 +529,16 @@ def startable_threads(wanted: int) -> int:
             with suppress(RuntimeError):  # an interrupt came before it was started
                 thread.join()
     return len(threads)
+
+
+# %% tags=["export"]
+def thread_shortage(wanted: int, what: str) -> str | None:
+    "None if this process can start `wanted` more threads, as `what` does; else a line of refusal."
+    found = startable_threads(wanted)
+    if found == wanted:
+        return None
+    return (f"{what} starts {wanted} thread{'s' * (wanted > 1)}, but this process can start {found} more: run it where "
+            "`ulimit -u` and the container allow more")
 
 
 STACK_BYTES = 8 << 20  # of a thread, where `ulimit -s` sets no other size

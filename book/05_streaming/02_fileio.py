@@ -22,7 +22,7 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
-from k3lib.system import pread, sync_folder
+from k3lib.system import pread, sync_folder, thread_shortage
 
 # %%
 import tempfile
@@ -41,7 +41,8 @@ folder = Path(scratch.name)
 # that this package explains as `K3Error`, and a missing file as it would anywhere else.
 #
 # A good file cannot be opened by a process that has as many files open as it may have. That is no damage, and no
-# download repairs it. So `read_fault` looks at the system's reason, and makes such a failure a `ResourceError`.
+# download repairs it. So `read_fault` looks at the system's reason, and makes such a failure a `ResourceError`. A
+# command that works with threads asks for them with `require_threads` before its first read.
 
 # %% tags=["export"]
 class K3Error(Exception):
@@ -78,6 +79,12 @@ _TOO_LITTLE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 def read_fault(text: str, cause: Exception, error: type[Exception] = CheckpointError) -> Exception:
     "What to raise where a file cannot be read because of `cause`: `error`, or ResourceError if the file may be good."
     return (ResourceError if getattr(cause, "errno", None) in _TOO_LITTLE else error)(text)
+
+
+def require_threads(wanted: int, what: str) -> None:
+    "Raise ResourceError if this process cannot start `wanted` more threads, as `what` does."
+    if (shortage := thread_shortage(wanted, what)) is not None:
+        raise ResourceError(shortage)
 
 
 # %% [markdown]

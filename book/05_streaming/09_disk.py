@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from k3lib.fileio import MAX_READ, CheckpointError, Fingerprint, fingerprint, given_path, read_fault
+from k3lib.fileio import MAX_READ, CheckpointError, Fingerprint, fingerprint, given_path, read_fault, require_threads
 from k3lib.header import ARRAY_DTYPES, ITEMSIZE, Extent
 from k3lib.system import forget_pages, has_direct, keep_uncached, open_read, pread, zero_pages
 
@@ -466,6 +466,7 @@ def _watch(files):
                     alive.warn_stalled()
                 del alive
 
+    require_threads(1, "a watch over reads")
     over = files._over
     thread = threading.Thread(target=run, args=(weakref.ref(files, over.put), over), name="k3-watch", daemon=True)
     thread.start()
@@ -523,8 +524,9 @@ def read_rates(path: str | os.PathLike, counts: tuple[int, ...] = (1, 2, 4, 8, 1
                seconds: float = 0.4) -> dict[int, float]:
     """{number of readers: bytes a second} for each number in `counts`, each measured for `seconds` on the file `path`.
 
-    Raises OSError if there is no such file, CheckpointError if it cannot be read.
+    Raises OSError if there is no such file, CheckpointError if it cannot be read, ResourceError without the threads.
     """
+    require_threads(max(counts), "measuring the disk")
     size, order, rates, file = os.path.getsize(path), count(), {}, File(str(path))
     units = max(1, size // READ_UNIT)
 

@@ -35,7 +35,7 @@ from typing import BinaryIO, NamedTuple
 
 from k3lib.checkpoint import Checkpoint
 from k3lib.disk import Files, page_buffer, page_padded
-from k3lib.fileio import CheckpointError, ResourceError, UsageError, given_path, shown_value, writing
+from k3lib.fileio import CheckpointError, ResourceError, UsageError, given_path, require_threads, shown_value, writing
 from k3lib.header import Extent, header_bytes
 from k3lib.system import data_runs, lock_file, open_files_shortage, sync_folder
 from k3lib.tensors import is_matrix, layer_of
@@ -300,6 +300,7 @@ def pack(checkpoint: Checkpoint, names: Iterable[str], folder: str | os.PathLike
         if any(layer_of(name) == layer for name in names):
             raise CheckpointError(f"{checkpoint.path}: layer {layer} is not in one piece: {why}; it can be streamed, "
                                   "but not packed")
+    require_threads(1, "a watch over reads")  # before there is a folder
     os.makedirs(folder, exist_ok=True)
     files = _trunk_files(checkpoint, names, str(folder))
     with _alone(str(folder)) as alone:

@@ -82,7 +82,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from k3lib.system import expect_sequential, forget_pages
 from k3lib.fileio import (
-    CheckpointError, MissingFile, UsageError, given_path, open_shard, read_exactly, shown_value,
+    CheckpointError, MissingFile, UsageError, given_path, open_shard, read_exactly, require_threads, shown_value,
 )
 from k3lib.config import Config
 from k3lib.tensors import families
@@ -590,6 +590,7 @@ def _hash_all(jobs, threads, progress):
         with lock:
             progress(nbytes)
 
+    require_threads(threads, "hashing files")
     with ThreadPoolExecutor(threads) as pool:
         try:
             running = {pool.submit(hashes, job.path, job.kinds, locked, stop): job.name for job in jobs}

@@ -213,9 +213,10 @@ def progress_bar(total: int | None, unit: str, shown: bool = True, **options: An
     "A tqdm bar on stderr where that is a terminal, and `shown` is true, else one that shows nothing."
     from tqdm import tqdm
 
+    quiet = type("Bar", (tqdm,), {"monitor_interval": 0})  # tqdm's own thread would take 72 MB of addresses
     if not shown or not is_terminal(sys.stderr):
-        return tqdm(total=total, unit=unit, disable=True, **options)
-    return tqdm(total=total, unit=unit, leave=False, file=Unfailing(sys.stderr), **options)
+        return quiet(total=total, unit=unit, disable=True, **options)
+    return quiet(total=total, unit=unit, leave=False, file=Unfailing(sys.stderr), **options)
 
 
 def close_at_words(bar: Any) -> None:
