@@ -18,6 +18,7 @@ __all__ = [
     "MissingFile",
     "PlanError",
     "Report",
+    "Sampling",
     "StateError",
     "Tokenizer",
     "TokenizerError",
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from k3lib.fileio import CheckpointError, K3Error, MissingFile, UsageError
     from k3lib.plan import PlanError
     from k3lib.report import Report
+    from k3lib.sampling import Sampling
     from k3lib.state import StateError
     from k3lib.tokenizer import Tokenizer, TokenizerError
 
@@ -45,6 +47,7 @@ _HOME = {
     "load": "engine",
     "EngineError": "engine",
     "Report": "report",
+    "Sampling": "sampling",
     "Checkpoint": "checkpoint",
     "Tokenizer": "tokenizer",
     "CheckpointError": "fileio",

@@ -1,10 +1,9 @@
 """The `k3` command: it reads the arguments, calls a chapter's module, and returns an exit code.
 
-The order of this file: one function a command, the arguments, signals, exit codes.
+The order of this file: one function a command, signals, exit codes. The arguments are in `arguments`.
 Modules that import numpy or numba are imported inside the functions, so that `k3 --help` does not wait for them.
 """
 
-import argparse
 import contextlib
 import os
 import signal
@@ -14,8 +13,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from k3lib.arguments import add_census, add_decode, add_pack, add_plan, add_synth, add_trace, add_verify, parsed
 from k3lib.config import is_synthetic, read_config
-from k3lib.display import Display, OutputLost, complain, progress_bar
+from k3lib.display import Display, OutputLost, ReaderLeft, complain, progress_bar
 from k3lib.fileio import CheckpointError, K3Error, MissingFile, UsageError, whole_file
 from k3lib.memory import parse_size, shown_size, whole_number
 from k3lib.system import disk_bytes, make_nonblocking
@@ -23,26 +23,51 @@ from k3lib.system import disk_bytes, make_nonblocking
 # Commands: each one has its output as args.show
 
 
-def _run(args, **files):
-    "Decode as the arguments say. `files`: those that are to be written, for Results."
-    from k3lib.results import Results, check_outputs
-    from k3lib.run import decode, file_blocks
+def _run(args, **options):
+    """Decode as the arguments say. `options`: those of run.decode that only this command has; "files", for Results.
 
-    check_outputs(args.model, *files.values())
-    args.results = Results(**files)
+    Standard output gets the generated text, or what else is asked for there; standard error all else.
+    """
+    from k3lib.results import Results, check_outputs
+    from k3lib.run import decode, quietly
+    from k3lib.sampling import Sampling
+
+    files, written = options.pop("files"), args.show
+    check_outputs(args.model, *files.values(), options.get("save_state"))
+    args.results = Results(**files, out=written)
+    draws = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
+    options |= {name: getattr(args, name) for name in ("max_new_tokens", "ram", "trunk", "threads", "readers", "stop")}
+    options |= {"write": quietly if "-" in files.values() else written, "sampling": Sampling.parsed(**draws)}
+    talk = _heeding_signals(args.talk)
+    decode(args.model, args.ids, _prompt(args), show=talk, quiet=args.quiet, results=args.results, **options)
+
+
+def _prompt(args):
+    "The prompt as bytes, or as blocks of bytes; None if it is given in another way."
+    from k3lib.run import file_blocks, stdin_blocks
+
+    if "-" in (args.prompt, args.prompt_file):
+        return stdin_blocks()
+    if args.prompt_file is not None:
+        return file_blocks(args.prompt_file)
     try:
-        prompt = None if args.prompt is None else os.fsencode(args.prompt)  # bytes that are not UTF-8 stay as they are
+        return None if args.prompt is None else os.fsencode(args.prompt)  # bytes that are not UTF-8 stay as they are
     except UnicodeEncodeError as error:  # in some charsets Python cannot turn every byte into text and back
         text = f"--prompt: is no text in the locale's charset, {error.encoding}: give it as a file, with --prompt-file"
         raise UsageError(text) from None
-    if args.prompt_file is not None:
-        prompt = file_blocks(args.prompt_file)
-    options = {name: getattr(args, name) for name in ("max_new_tokens", "ram", "trunk", "threads", "readers")}
-    decode(args.model, args.ids, prompt, show=args.show, results=args.results, **options)
 
 
 def _decode(args):
-    _run(args, logits=args.logits, report=args.json)
+    from k3lib.state import PrefixCache
+
+    if args.logprobs is not None and args.json is None and args.jsonl is None:
+        raise UsageError("--logprobs: are written with --json or --jsonl, and neither is given")
+    if args.load_state is not None and args.state_cache is not None:
+        raise UsageError("--load-state and --state-cache: a run begins with one state, so give one of the two")
+    cache = None if args.state_cache is None else PrefixCache(args.state_cache, parse_size(args.state_cache_size))
+    files = {"logits": args.logits, "report": args.json, "events": args.jsonl}
+    options = {name: getattr(args, name) for name in ("logprobs", "load_state", "save_state")}
+    _run(args, files=files, cache=cache, **options)
 
 
 def _trace(args):
@@ -51,7 +76,7 @@ def _trace(args):
     if args.model is None or args.out is None:
         missing = "MODEL" if args.model is None else "--out FILE"
         raise UsageError(f"{missing} is missing: a run is recorded with `k3 trace MODEL --ids 1,2,3 --out FILE`")
-    _run(args, trace=args.out)
+    _run(args, files={"trace": args.out, "events": args.jsonl})
 
 
 def _replay(args):
@@ -208,119 +233,24 @@ def _synth(args):
     args.show(str(made))
 
 
-# Arguments
-
-
-def _option(parser, flag, metavar, help=None, default=None):
-    parser.add_argument(flag, metavar=metavar, help=help, default=default)
-
-
-def _add_run(parser):
-    "The arguments of a decoding run. Returns the group of which one must be given."
-    given = parser.add_mutually_exclusive_group(required=True)
-    _option(given, "--ids", "1,2,3", "the prompt as token ids")
-    _option(given, "--prompt", "TEXT", "the prompt as text; names of control tokens in it stay text")
-    _option(given, "--prompt-file", "FILE", "the prompt as the bytes of a file")
-    _option(parser, "--max-new-tokens", "N", "most tokens to generate (default: 8)", "8")
-    _option(parser, "--ram", "SIZE", "most memory to use: 8GB is 8e9 bytes, 8GiB 2^33 (default: 8GB)", "8GB")
-    _option(parser, "--trunk", "DIR", "read the trunk from a folder that `k3 pack` has filled from this model")
-    _option(parser, "--threads", "N", "threads that compute (default: all cores)")
-    _option(parser, "--readers", "N", "threads that read (default: 5; `k3 plan MODEL --measure` finds the best number)")
-    return given
-
-
-def _add_decode(parser):
-    parser.add_argument("model", help="folder of the checkpoint")
-    _add_run(parser)
-    _option(parser, "--json", "FILE", "write the report as JSON, at the end; also of a run that ends early")
-    logits = "write every step's logits, float32 [steps, vocab]; until the run ends they are in"
-    _option(parser, "--logits", "FILE", f"{logits} FILE.PID.part, which can be read at any moment")
-
-
-def _add_trace(parser):
-    folder = "folder of the checkpoint; with --replay only for the size of an expert (default: the released model's)"
-    parser.add_argument("model", nargs="?", help=folder)
-    _option(_add_run(parser), "--replay", "FILE", "print hit rate against capacity for a trace, and decode nothing")
-    pairs = "pairs of little-endian uint32, layer and expert, in the order of the requests"
-    _option(parser, "--out", "FILE", f"write the trace: {pairs}; until the run ends it is in FILE.PID.part")
-
-
-def _add_plan(parser):
-    parser.add_argument("model", help="folder of the checkpoint")
-    _option(parser, "--ram", "SIZE", "most memory to use (default: 8GB)", "8GB")
-    _option(parser, "--context", "N", "positions for which there must be room (default: 1024)", "1024")
-    measure = "read from the model's device for two seconds, and plan with as many readers as it can use"
-    parser.add_argument("--measure", action="store_true", help=measure)
-
-
-def _add_census(parser):
-    parser.add_argument("model", help="folder of the checkpoint")
-    _option(parser, "--json", "FILE", "write the counts as JSON")
-
-
-def _add_verify(parser):
-    parser.add_argument("model", help="folder of the checkpoint")
-    which = parser.add_mutually_exclusive_group()
-    beside = "default: MODEL.sha256 beside the model"
-    _option(which, "--manifest", "FILE", f"a sha256sum file of the model's files ({beside}, if there is one)")
-    written = f"hash every file and, if nothing is damaged, write such a file ({beside})"
-    which.add_argument("--write-manifest", metavar="FILE", nargs="?", const=True, help=written)
-    packed = "compare, instead, each byte of a folder that `k3 pack` has filled with the model that it was packed from"
-    _option(which, "--trunk", "DIR", packed)
-    _option(parser, "--json", "FILE", "write the result as JSON")
-
-
-def _add_pack(parser):
-    parser.add_argument("model", help="folder of the checkpoint")
-    parser.add_argument("folder", metavar="DIR", help="folder for the packed trunk, outside the model's folder")
-
-
-def _add_synth(parser):
-    presets = "full: the released shape, mostly holes; slice: full width, few layers; oracle: small (default: full)"
-    parser.add_argument("folder", metavar="DIR", help="new or empty folder for the checkpoint")
-    parser.add_argument("--preset", choices=["full", "slice", "oracle"], default="full", help=presets)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="decides the values (default: 0)")
-    for name, what in (("layers", "number of layers"), ("experts", "experts a layer"), ("vocab", "vocabulary size")):
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} (default: the preset's)")
-
-
 _RESUMES = "after an interrupt, the same command goes on from there"
 COMMANDS: dict[str, tuple[Callable, Callable, str]] = {  # name: (its arguments, what runs, its line of help)
-    "decode": (_add_decode, _decode, "greedy decoding of a prompt"),
-    "trace": (_add_trace, _trace, "record which experts a run requests; or replay such a trace in caches of all sizes"),
-    "plan": (_add_plan, _plan, "what a budget would be spent on"),
-    "census": (_add_census, _census, "count a checkpoint's tensors and bytes from its headers"),
-    "verify": (_add_verify, _verify, f"check every file: its header, its size, and its published hash; {_RESUMES}"),
-    "pack": (_add_pack, _pack, f"copy the trunk, which is read for every token, to a faster disk; {_RESUMES}"),
-    "synth": (_add_synth, _synth, "write a checkpoint of the released layout with made-up weights"),
+    "decode": (add_decode, _decode, "greedy decoding of a prompt"),
+    "trace": (
+        add_trace,
+        _trace,
+        "record which experts a run requests; or replay such a trace in caches of all sizes",
+    ),
+    "plan": (add_plan, _plan, "what a budget would be spent on"),
+    "census": (add_census, _census, "count a checkpoint's tensors and bytes from its headers"),
+    "verify": (
+        add_verify,
+        _verify,
+        f"check every file: its header, its size, and its published hash; {_RESUMES}",
+    ),
+    "pack": (add_pack, _pack, f"copy the trunk, which is read for every token, to a faster disk; {_RESUMES}"),
+    "synth": (add_synth, _synth, "write a checkpoint of the released layout with made-up weights"),
 }
-
-
-class _Parser(argparse.ArgumentParser):
-    "A parser whose help and whose refusals appear whatever the output can encode."
-
-    def print_help(self, file=None):
-        display = Display(goes_on=False)
-        try:
-            display(self.format_help(), end="")
-        except OutputLost as error:
-            complain(f"{self.prog}: {error}")
-            self.exit(1)
-
-    def error(self, message):
-        complain(f"{self.format_usage()}{self.prog}: error: {message}")
-        self.exit(2)
-
-
-def _parser():
-    parser = _Parser(prog="k3", description="Kimi K3, decoded under the memory budget you choose.")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, (add_arguments, run, text) in COMMANDS.items():
-        command = commands.add_parser(name, help=text)
-        add_arguments(command)
-        command.set_defaults(run=run)
-    return parser
 
 
 # Signals
@@ -444,32 +374,43 @@ def main(argv: list[str] | None = None) -> int:
     0; 2 usage, config or plan refused; 4 weights unreadable or damaged; 1 any other error; 128 plus the number of the
     signal that came.
     """
-    args = _parser().parse_args(argv)
+    args = parsed(COMMANDS, argv)
+    if args is None:
+        return 0
     if threading.current_thread() is not threading.main_thread():
         return _main(args, args.run, [])
     with _stopping(args) as received:
         return _main(args, _run_until_signal, received)
 
 
-FILES = ("json", "logits", "out", "write_manifest", "folder")  # arguments that name what a command makes
+FILES = ("json", "jsonl", "logits", "out", "save_state", "write_manifest", "folder")  # name what a command makes
 
 
 def _main(args, run, received):
     "The exit code of run(args). What went wrong is one line on stderr."
-    display = Display(goes_on=any(getattr(args, name, None) is not None for name in FILES))
+    display = Display(goes_on=any(getattr(args, name, None) not in (None, "-") for name in FILES))
     args.show = _heeding_signals(display)
+
+    def talk(text, end="\n"):
+        with contextlib.suppress(OutputLost):
+            display.end_line()
+        complain(text, end)
+
+    args.talk = talk
     try:
         display.check()
         if getattr(args, "model", None) == "":  # an empty path is the current folder
             raise MissingFile("MODEL is empty, expected a folder")
         run(args)
+        display.end_line()
         display.end()
         return 0
     except (Exception, KeyboardInterrupt) as error:
         if args.debug and not received:
             raise
         code, text = _outcome(error, received)
-        complain(f"k3 {args.command}: {text}")
+        if not isinstance(error, ReaderLeft):
+            talk(f"k3 {args.command}: {text}")
         return code
 
 

@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
@@ -309,26 +310,34 @@ def compiles_here(apart: bool) -> bool:
     return not apart or _folder_to_compile_in() is None
 
 
-def compile_apart(program: str) -> bool:
+def compile_apart(program: str, say: Callable[[str], object] | None = None) -> bool:
     """Unless all kernels are kept, let a new process run `program`, which compiles them and ends with write_list().
 
-    `program` is Python that imports from k3lib. It finds a folder for its files in sys.argv[1]. Returns whether a
-    process was started; all_kept() tells whether it has succeeded.
+    `program` is Python that imports from k3lib. It finds a folder for its files in sys.argv[1]. `say` is called with a
+    line before and one after; None is standard error, if that is a terminal. Returns whether a process was started;
+    all_kept() tells whether it has succeeded.
     """
     global _apart_failed
     if all_kept() or (folder := _folder_to_compile_in()) is None:
         return False
     import subprocess  # here, because it takes memory and only a first run needs it
 
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        if sys.stderr.isatty():
-            _say_once("k3: compiling all kernels, once for this installation and this CPU")
+    say, began = say or _say_on_terminal, time.perf_counter()
+    say("compiling the kernels, once for this installation and this CPU: this takes 10 to 30 s")
     code = f"import sys; sys.path[:] = {ascii([path for path in sys.path if isinstance(path, str)])}\n{program}"
     with contextlib.suppress(OSError), _temporary_folder(folder) as scratch:
         subprocess.run([sys.executable, "-c", code, scratch], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                        stderr=subprocess.DEVNULL)
     _apart_failed = not all_kept()
+    say("the kernels could not be compiled in a process of their own: this one compiles them when it needs them"
+        if _apart_failed else f"compiled in {time.perf_counter() - began:.1f} s")
     return True
+
+
+def _say_on_terminal(text):
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if sys.stderr.isatty():
+            _say_once(f"k3: {text}")
 
 
 def _temporary_folder(other):

@@ -11,12 +11,13 @@ from k3lib.system import machine_free, resident_bytes, system_fields, system_lin
 from k3lib.fileio import UsageError, shown_value
 
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-         "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+UNITS = {"": 1, "B": 1} | {f"{prefix}{end}": size for end in ("", "B") for prefix, size in
+                           [(p, 10**(3 * n)) for n, p in enumerate("KMGT", 1)] +
+                           [(f"{p}I", 2**(10 * n)) for n, p in enumerate("KMGT", 1)]}
 
 
 def parse_size(text: str | int) -> int:
-    "Bytes of '8GB' (8e9), '8GiB' (2^33), '900MB' or a whole number. Raises UsageError."
+    "Bytes of '8GB' or '8G' (8e9), '8GiB' or '8Gi' (2^33), '900MB' or a whole number. Raises UsageError."
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if not match or match[2].upper() not in UNITS:
         raise UsageError(f"{shown_value(text)} is not a size: write it like 8GB (8e9 bytes) or 8GiB (2^33)")

@@ -5,6 +5,7 @@ Made from book/05_streaming/18_plan.py: edit that, then run `make export`.
 
 import dataclasses
 import os
+from collections.abc import Callable
 from typing import Protocol
 import numpy as np
 from k3lib.kernel_cache import compile_apart, compile_for, compiles_here, write_list
@@ -112,12 +113,12 @@ def _room_for_compiler(free):
     return free is None or free >= COMPILER_RSS
 
 
-def compile_first() -> bool:
+def compile_first(say: Callable[[str], object] | None = None) -> bool:
     """Let another process compile the kernels that no folder keeps, if there is memory for one and it can be started.
 
-    Returns whether one was started: a plan is then to be made anew.
+    `say`: as of compile_apart. Returns whether one was started: a plan is then to be made anew.
     """
-    return _room_for_compiler(available()[0]) and compile_apart(PROGRAM)
+    return _room_for_compiler(available()[0]) and compile_apart(PROGRAM, say)
 
 
 def _advice(parts):

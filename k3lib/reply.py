@@ -5,7 +5,7 @@ Made from book/05_streaming/23_reply.py: edit that, then run `make export`.
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from k3lib.tokenizer import Tokenizer
@@ -268,7 +268,42 @@ def unread(tokenizer: Tokenizer, read: Sequence[int], wanted: Sequence[int]) -> 
     return i, list(wanted[j:])
 
 
+class TextStream:
+    """The text of generated ids as it comes, up to a stop id or a stop text, neither of which is part of it.
+
+    `stop`: ids that end the text. `stop_texts`: texts that do, none of them empty. `ended`: None while the text goes
+    on, then stop_id or stop_text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Container[int], stop_texts: Iterable[str] = ()):
+        self._stop, self._texts, self._utf8 = stop, tuple(stop_texts), tokenizer.stream()
+        self._held = ""
+        self.ended: str | None = None
+
+    def feed(self, token_id: int) -> str:
+        "The text that is certain with this id and was not before. Raises TokenizerError for an id that does not exist."
+        if token_id in self._stop:
+            self.ended = "stop_id"
+            return ""
+        text = self._up_to_stop(self._held + self._utf8.feed(token_id))
+        begun = (n for n in range(len(text), 0, -1) if any(stop.startswith(text[-n:]) for stop in self._texts))
+        keep = 0 if self.ended else next(begun, 0)
+        self._held = text[len(text) - keep:]
+        return text[:len(text) - keep]
+
+    def finish(self) -> str:
+        "The text that still waits. Call it once, after the last id, or after the text has ended."
+        return "" if self.ended == "stop_text" else self._up_to_stop(self._held + self._utf8.finish())
+
+    def _up_to_stop(self, text: str) -> str:
+        "The text before the first stop text in it, if there is one."
+        found = [at for stop in self._texts if (at := text.find(stop)) >= 0]
+        if found:
+            self.ended = "stop_text"
+        return text[:min(found, default=len(text))]
+
+
 __all__ = [
     "MARKERS", "PARENTS", "CHANNELS", "unescape", "Delta", "ToolCall", "Reply", "ReplyParser", "parse_reply",
-    "unread",
+    "unread", "TextStream",
 ]

@@ -137,27 +137,35 @@ def blocks(items: Iterable[Any], most: int = 1024) -> Iterator[list[Any]]:
         yield block
 
 
+def json_pieces(tree: dict[str, Any]) -> Iterator[str]:
+    "An object as JSON, in pieces. A value of `tree` that is an iterator is written as a list."
+    for n, (name, value) in enumerate(tree.items()):
+        yield f"{',' if n else '{'}\n {json.dumps(name)}: "
+        if not isinstance(value, Iterator):
+            yield json.dumps(value, indent=1).replace("\n", "\n ")
+            continue
+        yield "["
+        for k, block in enumerate(blocks(value)):
+            yield ", " * bool(k) + json.dumps(block)[1:-1]
+        yield "]"
+    yield "\n}\n" if tree else "{}\n"
+
+
 def write_json(path: str | os.PathLike[str], tree: dict[str, Any]) -> None:
     "Write an object, whole or not at all. A value of `tree` that is an iterator is written as a list. Raises OSError."
     with whole_file(path) as file:
-        for n, (name, value) in enumerate(tree.items()):
-            file.write(f"{',' if n else '{'}\n {json.dumps(name)}: ".encode())
-            if not isinstance(value, Iterator):
-                file.write(json.dumps(value, indent=1).replace("\n", "\n ").encode())
-                continue
-            file.write(b"[")
-            for k, block in enumerate(blocks(value)):
-                file.write((", " * bool(k) + json.dumps(block)[1:-1]).encode())
-            file.write(b"]")
-        file.write(b"\n}\n" if tree else b"{}\n")
+        for piece in json_pieces(tree):
+            file.write(piece.encode())
 
 
 def check_outputs(model: str | os.PathLike[str], *paths: str | os.PathLike[str] | None) -> None:
     """Refuse, before the run, an output that could not be written after it, or that would replace something else.
 
-    `model`: the model's folder. Raises UsageError and MissingFile.
+    `model`: the model's folder. "-" is standard output. Raises UsageError and MissingFile.
     """
-    given = [Path(path) for path in paths if path is not None]
+    if paths.count("-") > 1:
+        raise UsageError("standard output, -, is named for two outputs")
+    given = [Path(path) for path in paths if path not in (None, "-")]
     for path in given:
         _check_output(path)
         if path.resolve().parent == Path(model).resolve():
@@ -179,18 +187,22 @@ def _check_output(path):
 
 
 class Results:
-    """The files that a run fills: `logits`, `trace` and `report`, each a path or None.
+    """The files that a run fills: `logits`, `trace`, `report` and `events`, each a path or None.
 
+    `report` or `events` may be "-": it is then written by `out(text, end=)`, a report only after a complete run.
     `tree()`, which the run sets, gives the report as write_json takes it, or None as long as there is nothing to
     report. `saving`: save() or keep() is at work, and the process should not be ended before it has returned.
     """
 
     def __init__(self, logits: str | os.PathLike[str] | None = None, trace: str | os.PathLike[str] | None = None,
-                 report: str | os.PathLike[str] | None = None):
+                 report: str | os.PathLike[str] | None = None, events: str | os.PathLike[str] | None = None,
+                 out: Callable[..., object] = print):
         self.logits = None if logits is None else RowsFile(logits)
         self.trace = None if trace is None else TraceFile(trace)
-        self.report = None if report is None else Path(report)
-        self._unwritten = None if report is None else Path(report).absolute()
+        self.report = None if report in (None, "-") else Path(report)
+        self.events = None if events in (None, "-") else GrowingFile(events)
+        self._unwritten = None if self.report is None else self.report.absolute()
+        self._out, self._shown = out, {name for name, path in (("report", report), ("events", events)) if path == "-"}
         self.tree: Callable[[], dict[str, Any] | None] = lambda: None
         self.saving, self._lock = False, threading.RLock()
 
@@ -198,6 +210,13 @@ class Results:
         "The logits of a step, float32 [vocab]. Raises OSError."
         if self.logits is not None:
             self.logits.add(row)
+
+    def event(self, event: dict[str, Any]) -> None:
+        "Something that happened, as a line of JSON. Raises what `out` raises, and OSError."
+        if self.events is not None:
+            self.events.append(f"{json.dumps(event)}\n".encode())
+        elif "events" in self._shown:
+            self._out(json.dumps(event))
 
     def request(self, layer: int, ids: Iterable[int]) -> None:
         "The experts that a layer has requested."
@@ -212,16 +231,22 @@ class Results:
     def save(self) -> None:
         "The run has reached its end: name the files, then write the report. Raises OSError."
         with self._at_work():
-            for file in self.logits, self.trace:
+            for file in self.logits, self.trace, self.events:
                 if file is not None:
                     file.finish(True)
             self._write_report()
+
+    def show(self) -> None:
+        "After save(): the report on standard output, if it was asked for there. Raises what `out` raises."
+        if "report" in self._shown and (tree := self.tree()) is not None:
+            for piece in json_pieces(tree):
+                self._out(piece, end="")
 
     def keep(self) -> list[str]:
         "The run has failed: name the files that hold something, write the report. Returns a sentence for each file."
         said = []
         with self._at_work():
-            for file, what in (self.logits, "rows"), (self.trace, "forward passes"):
+            for file, what in (self.logits, "rows"), (self.trace, "forward passes"), (self.events, "events"):
                 if file is None:
                     continue
                 try:
@@ -261,5 +286,5 @@ class Results:
 
 
 __all__ = [
-    "GrowingFile", "RowsFile", "TraceFile", "blocks", "write_json", "check_outputs", "Results",
+    "GrowingFile", "RowsFile", "TraceFile", "blocks", "json_pieces", "write_json", "check_outputs", "Results",
 ]

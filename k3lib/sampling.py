@@ -97,6 +97,18 @@ class Sampling:
         for name, value in zip(("temperature", "top_k", "top_p", "min_p", "seed"), plain):
             object.__setattr__(self, name, value)
 
+    @classmethod
+    def parsed(cls, **words: str | None) -> "Sampling":
+        "From the words of a command line; None stands for the default. Raises SamplingError."
+        values: dict[str, Any] = {}
+        for name, word in words.items():
+            kind, expected = (int, "an integer") if name in ("top_k", "seed") else (float, "a number")
+            try:
+                values |= {} if word is None else {name: kind(word)}
+            except ValueError:
+                raise SamplingError(f"{name}: {word!a:.40}, expected {expected}") from None
+        return cls(**values)
+
     @property
     def greedy(self) -> bool:
         "Is the most probable id chosen, without a draw?"

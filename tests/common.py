@@ -143,6 +143,11 @@ def k3_process(*args, **options):
     return subprocess.run([sys.executable, "-m", "k3lib", *map(str, args)], capture_output=True, text=True, **options)
 
 
+def token_line(n):
+    "How the event of token number `n` begins."
+    return f'{{"event": "token", "n": {n}, '
+
+
 def refused(run, code, *words):
     "The run ended with `code` and one line on stderr that holds every word; no traceback, nothing decoded."
     assert run.returncode == code, run.stderr or run.stdout
@@ -151,7 +156,7 @@ def refused(run, code, *words):
     assert "Traceback" not in run.stderr + run.stdout
     for word in words:
         assert str(word) in lines[0], f"{word!r} is not in {lines[0]!r}"
-    assert "generated ids" not in run.stdout
+    assert "generated ids" not in run.stderr
 
 
 # Large grids

@@ -310,7 +310,9 @@ class Run:
         if "system" in drawn:
             module = ["-c", self.system_files() + BOOTSTRAP]
         words = ["decode", str(drawn.get("model", MODEL)), *PROMPTS[drawn.get("prompt", "ids")],
-                 "--max-new-tokens", str(NEW), "--ram", "1GB", *drawn.get("options", [])]
+                 "--max-new-tokens", str(NEW), "--ram", "1GB", "--quiet", *drawn.get("options", [])]
+        if drawn.get("stdout") == "closed after a line":
+            words += ["--jsonl", "-"]
         for option, path in zip(("--json", "--logits"), self.outputs):
             words += [option, str(path)]
         return [sys.executable, *flags, *module, *drawn.get("words", words)]
@@ -372,10 +374,10 @@ def text_of(data, encoding):
 
 
 class Judge:
-    "Judges how a run ended. `ids` and `logits`: those of each prompt in a usual environment."
+    "Judges how a run ended. `ids`, `texts` and `logits`: those of each prompt in a usual environment."
 
     def __init__(self, machine):
-        self.ids, self.logits = {}, {}
+        self.ids, self.texts, self.logits = {}, {}, {}
         for prompt in PROMPTS:
             with tempfile.TemporaryDirectory(dir=machine.home) as folder:
                 run = Run({"prompt": prompt, "outputs": True}, machine, Path(folder) / "run")
@@ -384,7 +386,8 @@ class Judge:
                 if code != 0 or err:
                     raise SystemExit(f"a run in a usual environment fails: exit code {code}: {err.decode()}")
                 self.ids[prompt], self.logits[prompt] = (path.read_bytes() for path in run.outputs)
-                self.ids[prompt] = json.loads(self.ids[prompt])["ids"]
+                report = json.loads(self.ids[prompt])
+                self.ids[prompt], self.texts[prompt] = report["ids"], report["text"]
         if self.ids["ids"] != EXPECTED["generated_ids"][:NEW]:
             raise SystemExit(f"a run in a usual environment decodes {self.ids['ids']}")
         for entry in machine.warm.iterdir():
@@ -427,16 +430,19 @@ class Judge:
             return "a traceback"
         if code not in codes:
             return f"exit code {code}, expected {' or '.join(map(str, sorted(codes)))}"
-        if len(lines) - len(told) > 1 or len(told) != (code != 0) * (drawn.get("stderr") is None):
+        left = code == 1 and drawn.get("stdout") in ("closed early", "closed after a line")  # then nothing need be said
+        if len(lines) - len(told) > 1 or not (left and not told) and (
+                len(told) != (code != 0) * (drawn.get("stderr") is None)):
             return f"{len(lines)} lines on stderr, expected {'one' if code else 'none'}"
         command = drawn.get("words", ["decode"])[0]
         if told and not (told[0].startswith((f"k3 {command}: ", "k3: ")) and 20 < len(told[0]) < 1500):
             return "not a clear line"
         if code == 0 and "words" not in drawn:
-            shown = text_of(out, drawn.get("encoding")).splitlines()
-            generated = [line for line in shown if line.startswith("generated ids")]
-            if generated != [f"generated ids: {','.join(map(str, self.ids[prompt]))}"]:
-                return f"other ids: {generated}"
+            charsets = [(drawn.get("encoding") or ":").split(":")[0]]
+            charsets = [*filter(None, charsets)] or ["utf-8", "ascii", "big5", "euc-jp", "iso8859-1", "iso8859-9"]
+            expected = [self.texts[prompt].encode(name, "backslashreplace").decode(name) for name in charsets]
+            if not any(text_of(out, name) == text for name, text in zip(charsets, expected)):
+                return f"another text: {out!r}"
         return self.wrong_files(run, code, prompt)
 
     def wrong_files(self, run, code, prompt):

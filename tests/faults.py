@@ -903,12 +903,13 @@ def k3(*args):
 
 def decode(folder, prompt):
     "What k3 gives for three tokens after the prompt."
-    return k3("decode", folder, *prompt, "--max-new-tokens", 3, "--ram", "2GB")
+    return k3("decode", folder, *prompt, "--max-new-tokens", 3, "--ram", "2GB", "--quiet", "--json", "-")
 
 
 def answer(out):
-    "The lines of decode's output that say what the model said: the ids and, where there is a vocabulary, the text."
-    return [line for line in out.splitlines() if line.startswith(("prompt ids:", "generated ids:", "generated text:"))]
+    "What decode's output says of prompt and answer: ids, ids and, where there is a vocabulary, the text."
+    tree = json.loads(out)
+    return [tree[name] for name in ("prompt_ids", "ids", "text") if tree[name] is not None]
 
 
 @contextlib.contextmanager
@@ -932,8 +933,8 @@ class Judge:
         os.chmod(folder, 0o755)
         shutil.copytree(MODEL, self.folder / "whole")
         code, out, err = decode(self.folder / "whole", TEXT)
-        self.answer = answer(out)
-        if code != 0 or len(self.answer) != 3 or self.answer[0] != f"prompt ids: {IDS[1]}":
+        self.answer = answer(out) if code == 0 else []
+        if len(self.answer) != 3 or ",".join(map(str, self.answer[0])) != IDS[1]:
             raise SystemExit(f"the undamaged model does not decode as expected: exit code {code}: {err or out}")
         k3("verify", self.folder / "whole", "--write-manifest")
         self.manifest = self.folder / "whole.sha256"
@@ -979,7 +980,7 @@ class Judge:
             return f"refused, though nothing is wrong: {err}"
         if code not in codes:
             return f"exit code {code}, expected {case.code}: {err}"
-        if len(lines) != 1 or not lines[0].startswith("k3 decode: ") or len(lines[0]) > 3000 or "generated ids" in out:
+        if len(lines) != 1 or not lines[0].startswith("k3 decode: ") or len(lines[0]) > 3000 or out:
             return f"expected one line and no ids: {err[:3000]}"
         lacking = [word for word in case.words
                    if not any(w in err for w in (word if isinstance(word, tuple) else (word,)))]

@@ -85,15 +85,15 @@ def size(ram):
 
 
 def child(command, limit):
-    "Run it; (standard output, how its memory was limited)."
+    "Run it; (the process, how its memory was limited)."
     limits, group = enforced(limit) if limit else (None, False)
     done = subprocess.run([sys.executable, *map(str, command)], preexec_fn=limits, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))} ended with {done.returncode}: {done.stderr.strip()}")
     if not limit:
-        return done.stdout, "observed"
+        return done, "observed"
     peak = f", which saw {int((GROUP / 'memory.max_usage_in_bytes').read_text()) / 1e6:.0f} MB at most" if group else ""
-    return done.stdout, "private memory limited" + " and in a cgroup" * group + peak
+    return done, "private memory limited" + " and in a cgroup" * group + peak
 
 
 def decode(folder, ram, threads, tokens, prompt=("--ids", IDS), trunk=None, limited=False):
@@ -102,10 +102,10 @@ def decode(folder, ram, threads, tokens, prompt=("--ids", IDS), trunk=None, limi
         record, logits = Path(scratch) / "r.json", Path(scratch) / "l.npy"
         command = ["-m", "k3lib", "decode", folder, *prompt, "--max-new-tokens", tokens, "--ram", ram,
                    "--threads", threads, "--json", record, "--logits", logits, *(["--trunk", trunk] if trunk else [])]
-        text, memory = child(command, limited and size(ram))
+        done, memory = child(command, limited and size(ram))
         report = json.loads(record.read_text())
         digests = [hashlib.sha256(row.tobytes()).hexdigest()[:16] for row in np.load(logits)]
-    return table_row(ram, trunk is not None, report, digests, memory), text
+    return table_row(ram, trunk is not None, report, digests, memory), done.stderr
 
 
 def table_row(ram, packed, report, digests, memory):
@@ -116,8 +116,8 @@ def table_row(ram, packed, report, digests, memory):
 
 def long_context(folder, ram):
     "Two steps at the end of a context of 4,096 positions, at `ram` or the smallest budget, whichever is larger."
-    text, memory = child(["-c", LONG, folder, ram], 0)
-    report = json.loads(text)
+    done, memory = child(["-c", LONG, folder, ram], 0)
+    report = json.loads(done.stdout)
     return {**table_row(ram, False, report, [], memory), "ram": report["plan"]["ram"]}
 
 

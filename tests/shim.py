@@ -59,6 +59,7 @@ def decoded(model, new=3):
     calls.clear()
     logits = []
     try:
+        model.reset()
         ids = list(model.generate([304, 206, 32, 7, 411, 90, 3, 128], new, logits.append))
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}", "steps": len(logits)}
@@ -152,7 +153,7 @@ def main(folder):
     third, fifth = (os.path.join(folder, f"model-{number:05}-of-000016.safetensors") for number in (3, 5))
     for label, path, args in (
         ("header", third, ["census", folder]),
-        ("decode", third, ["decode", folder, "--ids", "1,2"]),
+        ("decode", third, ["decode", folder, "--quiet", "--ids", "1,2"]),
         ("hash", fifth, ["verify", folder]),
     ):
         out, err = io.StringIO(), io.StringIO()

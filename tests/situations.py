@@ -86,7 +86,8 @@ class Long:
 
     def __init__(self, situations, folder, *outputs, tokens=STEPS, command="decode", limit=None):
         self.folder, self.peak = Path(folder), Path(folder) / "peak"
-        words = [command, situations.wide, "--ids", "1,2,3", "--max-new-tokens", tokens, "--ram", situations.wide_ram]
+        words = [command, situations.wide, "--ids", "1,2,3", "--max-new-tokens", tokens, "--ram", situations.wide_ram,
+                 "--quiet", "--jsonl", "-"]
         start = [sys.executable, "-I", "-S", "-c", MEASURED, "" if limit is None else limit, self.peak]
         command = [*start, sys.executable, "-m", "k3lib", *words, *outputs]
         with open(self.folder / "out", "wb") as out:
@@ -96,7 +97,7 @@ class Long:
 
     def shown(self):
         "How many tokens have been shown."
-        return (self.folder / "out").read_bytes().count(b": id ")
+        return (self.folder / "out").read_bytes().count(b'"event": "token"')
 
     def signal(self, number):
         os.killpg(self.process.pid, number)

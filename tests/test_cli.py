@@ -1,5 +1,4 @@
 "The `k3` command as a user meets it: output, exit codes, one clear line for every bad input, and nothing half-written."
-import ast
 import json
 import os
 import re
@@ -12,11 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from common import EXPECTED, MODEL, PROMPT, k3, k3_process, refused
+from common import EXPECTED, MODEL, PROMPT, k3, k3_process, refused, token_line
 from small import rewritten, write
 
+import k3lib
 from k3lib import engine, run
 from k3lib.fileio import UsageError
+from k3lib.results import Results
+from k3lib.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -36,9 +38,10 @@ def test_decode_prints_the_expected_ids_and_writes_what_it_is_asked(tmp_path):
     run = k3_process("decode", MODEL, "--ids", PROMPT, "--max-new-tokens", 20, "--json", tmp_path / "r.json",
                      "--logits", tmp_path / "l.npy")
     assert run.returncode == 0, run.stderr
-    assert "generated ids: " + ",".join(map(str, EXPECTED["generated_ids"])) in run.stdout
+    assert "generated ids: " + ",".join(map(str, EXPECTED["generated_ids"])) in run.stderr
     report = json.loads((tmp_path / "r.json").read_text())
-    assert report["ids"] == EXPECTED["generated_ids"]
+    assert report["ids"] == EXPECTED["generated_ids"] and report["prompt_ids"] == EXPECTED["prompt_ids"]
+    assert run.stdout == report["text"] and report["stop_reason"] == "length"
     for key in ("ids", "step_seconds", "peak_rss_bytes", "plan", "bytes_read", "expert_requests", "expert_hits",
                 "io_wait_seconds", "compute_seconds", "wall_seconds", "threads"):
         assert key in report
@@ -52,22 +55,21 @@ def test_decode_prints_the_expected_ids_and_writes_what_it_is_asked(tmp_path):
 def test_tokens_are_shown_as_they_come(monkeypatch):
     happened, prefill = [], engine.Engine.prefill
     monkeypatch.setattr(engine.Engine, "prefill", lambda self, ids: (happened.append("a step"), prefill(self, ids))[1])
-    report = run.decode(MODEL, ids=PROMPT, max_new_tokens=3, ram="1GB", show=happened.append)
-    first = happened.index("a step")
-    assert happened[first::2][:3] == ["a step"] * 3
-    lines = happened[first + 1:first + 6:2]
-    shown = [line.split(", ")[0] for line in lines]
-    assert shown == [f"   {n}: id {i}" for n, i in enumerate(report.ids, 1)]
-    assert shown == ["   1: id 468", "   2: id 342", "   3: id 411"]
-    assert happened[first + 6] == "generated ids: 468,342,411"
-    text = "".join(ast.literal_eval(line.split(" s, ", 1)[1]) for line in lines)
-    assert happened[first + 7] == f"generated text: {text!r}" and text
+    results = Results(events="-", out=lambda line: happened.append(json.loads(line)))
+    report = run.decode(MODEL, ids=PROMPT, max_new_tokens=3, ram="1GB", quiet=True, results=results,
+                        write=lambda text, end: happened.append(text + end))
+    assert happened[1:-2:3] == ["a step"] * 3 and happened[0] == {"event": "prompt", "tokens": 12}
+    events, texts = happened[2:-2:3], happened[3:-2:3]
+    assert [(event["event"], event["n"], event["id"]) for event in events] == [
+        ("token", 1, 468), ("token", 2, 342), ("token", 3, 411)]
+    assert [event["text"] for event in events] == texts and texts[0] == " we" and report.ids == [468, 342, 411]
+    assert happened[-2] == {"event": "end", "stop_reason": "length", "tokens": 3, "text": happened[-1]}
 
 
 def test_an_id_out_of_range_is_refused_before_anything_is_read(monkeypatch):
     monkeypatch.setattr(engine, "load", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(UsageError, match="token id 512 is out of range: the vocabulary has ids 0..511"):
-        run.decode(MODEL, ids="1,512", show=lambda text: None)
+        run.decode(MODEL, ids="1,512", quiet=True)
 
 
 @pytest.mark.parametrize("how, words", [
@@ -76,7 +78,7 @@ def test_an_id_out_of_range_is_refused_before_anything_is_read(monkeypatch):
 ])
 def test_a_prompt_or_ids(how, words):
     with pytest.raises(UsageError, match=words):
-        run.decode(MODEL, **how, show=lambda text: None)
+        run.decode(MODEL, **how, quiet=True)
 
 
 def test_a_text_prompt(tmp_path):
@@ -84,8 +86,10 @@ def test_a_text_prompt(tmp_path):
     by_file = k3("decode", MODEL, "--prompt-file", tmp_path / "p.txt", "--max-new-tokens", 3)
     by_text = k3("decode", MODEL, "--prompt", "Hello <|open|>", "--max-new-tokens", 3)
     assert by_file.returncode == by_text.returncode == 0, by_file.stderr
-    line = next(line for line in by_text.stdout.splitlines() if line.startswith("prompt ids: "))
-    assert line in by_file.stdout
+    by_pipe = subprocess.run([sys.executable, "-m", "k3lib", "decode", MODEL, "--prompt", "-", "--max-new-tokens", "3"],
+                             input=b"Hello <|open|>", capture_output=True)
+    line = next(line for line in by_text.stderr.splitlines() if line.startswith("prompt ids: "))
+    assert line in by_file.stderr and line.encode() in by_pipe.stderr and by_pipe.stdout.decode() == by_text.stdout
     assert all(int(i) < 496 for i in line.removeprefix("prompt ids: ").split(",")), (
         "a control token came out of the text")
 
@@ -133,6 +137,19 @@ def test_missing_and_truncated_shards(model):
     (["--ids", "1,x"], ["'x'"]),
     (["--ids", "1,-2"], ["-2"]),
     (["--prompt", ""], ["empty"]),
+    (["--ids", "1 2;3"], ["'2;3'"]),
+    ([], ["prompt or ids"]),
+    (["--ids", "1", "--temperature", "hot"], ["temperature", "'hot'", "a number"]),
+    (["--ids", "1", "--temperature", "1", "--seed", "0.5"], ["seed", "'0.5'", "an integer"]),
+    (["--ids", "1", "--seed", "5"], ["seed 5 without a temperature"]),
+    (["--ids", "1", "--top-p", "2", "--temperature", "1"], ["top_p", "2.0"]),
+    (["--ids", "1", "--logprobs", "2"], ["--json or --jsonl"]),
+    (["--ids", "1", "--logprobs", "21", "--json", "-"], ["logprobs", "21", "0 to 20"]),
+    (["--ids", "1", "--stop", ""], ["stop is empty"]),
+    (["--ids", "1", "--json", "-", "--jsonl", "-"], ["standard output", "two outputs"]),
+    (["--load-state", "nothing"], ["nothing: no such file"]),
+    (["--load-state", "s", "--state-cache", "d"], ["--load-state and --state-cache"]),
+    (["--ids", "1", "--state-cache", "d", "--state-cache-size", "much"], ["'much' is not a size"]),
     (["--ids", "1", "--max-new-tokens", "0"], ["max_new_tokens", "0"]),
     (["--ids", "1", "--max-new-tokens", "two"], ["max_new_tokens", "two"]),
     (["--ids", "1", "--ram", "lots"], ["lots", "8GB"]),
@@ -145,7 +162,7 @@ def test_missing_and_truncated_shards(model):
 ])
 def test_bad_arguments(args, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    refused(k3("decode", MODEL, *args), 2, *words)
+    refused(k3("decode", MODEL, "--quiet", *args), 2, *words)
 
 
 def test_an_unwritable_report_is_refused_before_the_run(tmp_path):
@@ -157,7 +174,7 @@ def test_synth_says_synthetic_and_overwrites_nothing(tmp_path):
     assert run.returncode == 0 and "synthetic" in run.stdout, run.stderr
     refused(k3("synth", tmp_path / "m", "--preset", "oracle"), 2, tmp_path / "m")
     run = k3("decode", tmp_path / "m", "--ids", "1,2", "--max-new-tokens", 2)
-    assert run.returncode == 0 and "synthetic weights" in run.stdout, run.stderr
+    assert run.returncode == 0 and "synthetic weights" in run.stderr, run.stderr
 
 
 def test_outputs_that_would_replace_something_else_are_refused_before_the_run(tmp_path, model):
@@ -176,8 +193,8 @@ def test_pack_and_decode_from_it(tmp_path):
     run = k3("decode", MODEL, "--ids", PROMPT, "--max-new-tokens", 20, "--trunk", tmp_path / "t", "--json",
              tmp_path / "r.json")
     assert run.returncode == 0, run.stderr
-    assert "generated ids: " + ",".join(map(str, EXPECTED["generated_ids"])) in run.stdout
-    assert f"packed in {tmp_path / 't'}" in run.stdout
+    assert "generated ids: " + ",".join(map(str, EXPECTED["generated_ids"])) in run.stderr
+    assert f"packed in {tmp_path / 't'}" in run.stderr
     assert json.loads((tmp_path / "r.json").read_text())["trunk"] == str(tmp_path / "t")
 
 
@@ -206,15 +223,144 @@ def test_what_cannot_be_packed_or_packed_to(tmp_path, model):
     assert sorted(model.iterdir()) == before and (tmp_path / "file").read_text() == "mine"
 
 
+# Scripts
+
+
+def test_version_help_and_a_command_that_does_not_exist():
+    assert k3("--version").stdout == f"k3 {k3lib.__version__}\n"
+    bare = k3()
+    assert (bare.returncode, bare.stderr) == (0, "") and bare.stdout == k3("--help").stdout and "decode" in bare.stdout
+    assert k3("dekode").returncode == 2
+
+
+def test_standard_output_carries_the_text_alone_and_quiet_silences_the_rest():
+    loud, quiet = (k3("decode", MODEL, "--ids", PROMPT, *more) for more in ([], ["--quiet"]))
+    assert loud.stdout == quiet.stdout == Tokenizer(MODEL).decode(EXPECTED["generated_ids"][:8]).decode()
+    assert quiet.stderr == "" and loud.stderr.startswith("plan for") and "\nreport\n" in loud.stderr
+
+
+def test_a_model_without_a_vocabulary_writes_ids_that_it_reads_again(model):
+    (model / "tiktoken.model").unlink()
+    run = k3("decode", model, "--ids", PROMPT, "--quiet")
+    assert run.stdout == ",".join(map(str, EXPECTED["generated_ids"][:8])) + "\n"
+    again = k3("decode", model, "--ids", f"{PROMPT} {run.stdout}", "--quiet", "--json", "-", "--max-new-tokens", 1)
+    tree = json.loads(again.stdout)
+    assert tree["ids"] == EXPECTED["generated_ids"][8:9] and tree["text"] is None and len(tree["prompt_ids"]) == 20
+    refused(k3("decode", model, "--ids", "1", "--quiet", "--stop", "x"), 2, "no tiktoken.model")
+
+
+def test_one_object_or_a_line_for_each_token_on_standard_output(tmp_path):
+    run = k3("decode", MODEL, "--ids", PROMPT, "--json", "-", "--jsonl", tmp_path / "events", "--logprobs", 2,
+             "--logits", tmp_path / "l.npy")
+    tree, events = json.loads(run.stdout), [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    assert tree["ids"] == EXPECTED["generated_ids"][:8] and tree["finished"] and tree["stop_reason"] == "length"
+    assert [event["event"] for event in events] == ["prompt", *["token"] * 8, "end"]
+    assert [event["id"] for event in events[1:-1]] == tree["ids"]
+    assert "".join(event["text"] for event in events[1:]) == tree["text"]
+    for row, event, told in zip(np.load(tmp_path / "l.npy").astype(np.float64), events[1:-1], tree["logprobs"]):
+        logs = row - row.max() - np.log(np.exp(row - row.max()).sum())
+        assert event["logprob"] == told["logprob"] == pytest.approx(logs[event["id"]], abs=1e-9)
+        assert event["top"] == told["top"] and [entry["id"] for entry in told["top"]] == np.argsort(-logs)[:2].tolist()
+    lines = k3("decode", MODEL, "--ids", PROMPT, "--jsonl", "-", "--quiet").stdout.splitlines()
+    assert [json.loads(line).get("id") for line in lines] == [None, *tree["ids"], None]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events", "l.npy"]
+
+
+def test_a_stop_text_ends_the_answer_before_it(tmp_path):
+    whole = k3("decode", MODEL, "--ids", PROMPT, "--quiet", "--json", "-", "--max-new-tokens", 20)
+    text = json.loads(whole.stdout)["text"]
+    stop = text[10:13]  # begins in one token and ends in another
+    run = k3("decode", MODEL, "--ids", PROMPT, "--quiet", "--stop", "nowhere", "--stop", stop, "--json", tmp_path / "r",
+             "--max-new-tokens", 20)
+    tree = json.loads((tmp_path / "r").read_text())
+    assert run.stdout == tree["text"] == text[:text.index(stop)] and tree["stop_reason"] == "stop_text"
+    assert tree["finished"] and tree["ids"] == EXPECTED["generated_ids"][:len(tree["ids"])]
+
+
+def test_a_draw_from_the_command_line_is_that_of_the_library(tmp_path):
+    words = ["--temperature", "1.5", "--top-k", "40", "--top-p", "0.9", "--min-p", "0.01", "--seed", "11"]
+    tree = json.loads(k3("decode", MODEL, "--ids", PROMPT, *words, "--quiet", "--json", "-").stdout)
+    settings = {"temperature": 1.5, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 11}
+    assert tree["sampling"] == settings
+    with k3lib.load(MODEL, "1GB", context=32) as model:
+        sampling = k3lib.Sampling(**settings)
+        assert list(model.generate(EXPECTED["prompt_ids"], sampling=sampling)) == tree["ids"]
+    assert tree["ids"] != EXPECTED["generated_ids"][:8]
+
+
+# States
+
+
+def test_a_run_goes_on_from_the_state_of_another(tmp_path):
+    state, whole = tmp_path / "s", EXPECTED["generated_ids"]
+    def ids(*args):
+        run = k3("decode", MODEL, "--quiet", "--json", "-", *args)
+        assert run.returncode == 0, run.stderr
+        return json.loads(run.stdout)["ids"]
+
+    assert ids("--ids", PROMPT, "--max-new-tokens", 5, "--save-state", state) == whole[:5]
+    assert ids("--load-state", state, "--max-new-tokens", 5, "--save-state", state, "--ram", "1GB") == whole[5:10]
+    more = ",".join(map(str, whole[10:12]))  # as if the user had typed what the model would have said
+    assert ids("--load-state", state, "--ids", more, "--max-new-tokens", 3) == whole[12:15]
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+
+
+def test_a_state_that_leaves_nothing_to_read_needs_a_prompt(tmp_path):
+    with k3lib.load(MODEL, "1GB", context=32) as model:
+        model.prefill(EXPECTED["prompt_ids"])
+        model.save_state(tmp_path / "s")
+    refused(k3("decode", MODEL, "--load-state", tmp_path / "s"), 2, tmp_path / "s", "give ids or a prompt")
+    (tmp_path / "s").write_bytes(b"no state")
+    refused(k3("decode", MODEL, "--load-state", tmp_path / "s"), 4, tmp_path / "s", "not the description")
+
+
+def test_a_prompt_begins_where_the_longest_known_prefix_ends(tmp_path):
+    folder, tokens = tmp_path / "states", EXPECTED["prompt_ids"]
+
+    def decoded(n, *more):
+        ids = ",".join(map(str, tokens[:n]))
+        run = k3("decode", MODEL, "--ids", ids, "--state-cache", folder, "--json", tmp_path / "r", "--max-new-tokens",
+                 3, *more)
+        assert run.returncode == 0, run.stderr
+        plain = k3("decode", MODEL, "--ids", ids, "--max-new-tokens", 3)
+        assert run.stdout == plain.stdout
+        tree = json.loads((tmp_path / "r").read_text())
+        read = re.search(rf"(\d+) of {n} prompt tokens have been read before", run.stderr)
+        return int(read[1]) if read else 0, tree["expert_requests"]
+
+    every = [decoded(n) for n in (6, 12, 12, 4, 9)]
+    assert [read for read, _ in every] == [0, 5, 11, 0, 5]
+    assert every[2][1] == 3 * 12 * 4, "a token of the prompt and two of the answer are read, in 12 layers of 4 experts"
+    assert sorted(int(path.name.split("-")[0]) for path in folder.iterdir()) == [3, 5, 8, 11]
+    longest = next(folder.glob("11-*"))
+    longest.write_bytes(longest.read_bytes()[:-1])
+    run = k3("decode", MODEL, "--ids", PROMPT, "--state-cache", folder)
+    assert run.returncode == 0 and f"{longest}: " in run.stderr and "removed" in run.stderr
+    assert longest.exists() and "8 of 12 prompt tokens" in run.stderr
+
+
+def test_a_folder_of_states_never_holds_more_than_it_may(tmp_path):
+    folder, size = tmp_path / "states", 210_000  # a state is 190 kB and more
+    for n in (4, 6, 8):
+        run = k3("decode", MODEL, "--ids", ",".join(map(str, EXPECTED["prompt_ids"][:n])), "--state-cache", folder,
+                 "--state-cache-size", f"{2 * size}B", "--max-new-tokens", 1)
+        assert run.returncode == 0, run.stderr
+    assert sorted(path.name.split("-")[0] for path in folder.iterdir()) == ["5", "7"]
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 2 * size
+    run = k3("decode", MODEL, "--ids", PROMPT, "--state-cache", tmp_path / "small", "--state-cache-size", "1kB",
+             "--max-new-tokens", 1)
+    assert run.returncode == 0 and "is not kept in 1.0 kB" in run.stderr and not list((tmp_path / "small").iterdir())
+
+
 # Ended early
 
 
 def running(*args, tokens=5000):
     "A long decode, read up to its first token."
     run = subprocess.Popen([sys.executable, "-m", "k3lib", "decode", MODEL, "--ids", PROMPT, "--max-new-tokens",
-                            str(tokens), *map(str, args)],
+                            str(tokens), "--quiet", "--jsonl", "-", *map(str, args)],
                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not run.stdout.readline().startswith("   1: id "):
+    while not run.stdout.readline().startswith(token_line(1)):
         assert run.poll() is None, run.stderr.read()
     return run
 
@@ -227,7 +373,7 @@ def test_ctrl_c(tmp_path):
     words = rf"k3 decode: interrupted after (\d+) of 5000 tokens: (468[0-9,]*); {report}\n"
     assert run.returncode == 130 and (found := re.fullmatch(words, error)), error
     ids = json.loads((tmp_path / "r.json").read_text())["ids"]
-    assert "generated ids" not in output and len(ids) == int(found[1]) and ids == json.loads(f"[{found[2]}]")
+    assert '"end"' not in output and len(ids) == int(found[1]) and ids == json.loads(f"[{found[2]}]")
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
 

@@ -97,7 +97,9 @@ def test_ties_go_to_the_lower_id_and_an_end_id_ends(model, monkeypatch):
     logits = np.zeros(512, np.float32)
     logits[[7, 9]] = 1
     monkeypatch.setattr(model, "prefill", lambda ids: logits)
+    model.reset()
     assert list(model.generate([1], 3)) == [7, 7, 7]
+    model.reset()
     monkeypatch.setattr(model, "stop", frozenset([7]))
     assert list(model.generate([1], 3)) == [7]
 
@@ -119,7 +121,7 @@ def test_a_number_of_new_tokens_that_is_none_is_refused(model, new):
     lambda model, state: model.reset(),
     lambda model, state: model.step(1),
     lambda model, state: model.load_state(state),
-    lambda model, state: next(model.generate(IDS, 3)),
+    lambda model, state: (model.reset(), next(model.generate(IDS, 3))),
 ], ids=["reset", "step", "load_state", "generate"])
 def test_a_generator_does_not_go_on_with_another_sequence(model, between, tmp_path):
     model.reset()
@@ -132,7 +134,9 @@ def test_a_generator_does_not_go_on_with_another_sequence(model, between, tmp_pa
 
 
 def test_a_state_saved_between_two_tokens_does_not_end_a_generator(model, tmp_path):
+    model.reset()
     whole = list(model.generate(IDS, 4))
+    model.reset()
     generated = model.generate(IDS, 4)
     first = [next(generated), next(generated)]
     model.save_state(tmp_path / "state")
@@ -140,13 +144,72 @@ def test_a_state_saved_between_two_tokens_does_not_end_a_generator(model, tmp_pa
 
 
 def test_a_generator_that_overtakes_another_is_not_disturbed(model):
+    model.reset()
     first = model.generate(IDS, 3)
     next(first)
+    model.reset()
     second = model.generate(IDS, 3)
     one = next(second)
     with pytest.raises(RuntimeError, match="another sequence"):
         next(first)
-    assert [one, *second] == list(model.generate(IDS, 3))
+    rest = list(second)
+    model.reset()
+    assert [one, *rest] == list(model.generate(IDS, 3))
+
+
+def test_generate_goes_on_where_the_sequence_stands(model, tmp_path):
+    "After prefill, after another generate, after a saved state; never from the beginning without a word."
+    model.reset()
+    whole = list(model.generate(IDS, 8))
+    model.reset()
+    model.prefill(IDS[:2])
+    first = list(model.generate(IDS[2:], 3))
+    assert first == whole[:3] and model.unread == whole[2] and model.position == len(IDS) + 2
+    model.save_state(tmp_path / "state")
+    for ids in IDS, [], iter([whole[2] + 1]), np.array([], int):
+        with pytest.raises(k3lib.EngineError, match=f"id {whole[2]}, which was generated last, has not been read"):
+            next(model.generate(ids, 3))
+    assert list(model.generate(iter([whole[2]]), 2)) == whole[3:5]
+    model.load_state(tmp_path / "state")
+    assert model.unread == whole[2] and list(model.generate([whole[2]], 2)) == whole[3:5]
+    with k3lib.load(MODEL, "1GB", context=32) as other:
+        other.load_state(tmp_path / "state")
+        assert other.unread == whole[2] and list(other.generate([other.unread, *whole[3:5]], 3)) == whole[5:]
+    model.step(whole[4])
+    assert model.unread is None and next(model.generate(whole[5:6], 1)) == whole[6]
+    model.reset()
+    assert model.unread is None and next(model.generate(IDS, 1)) == whole[0]
+
+
+# Sampling
+
+
+def drawn(sampling, new=6, chunk=None, **how):
+    "The ids that are drawn after IDS."
+    with k3lib.load(MODEL, **{"ram": "1GB", "context": 32, **how}) as model:
+        model.chunk = chunk or model.chunk
+        return list(model.generate(IDS, new, sampling=sampling))
+
+
+def test_a_draw_depends_on_seed_position_and_logits_alone(model, tmp_path, steady):
+    sampling = k3lib.Sampling(temperature=2.0, top_k=50, seed=7)
+    whole = drawn(sampling)
+    assert drawn(sampling, chunk=2) == drawn(sampling, threads=1) == drawn(sampling, ram=least() + 1_500_000) == whole
+    assert drawn(k3lib.Sampling(temperature=2.0, top_k=50, seed=8)) != whole != drawn(None)
+    model.reset()
+    assert list(model.generate(IDS, 3, sampling=sampling)) == whole[:3]
+    model.save_state(tmp_path / "state")
+    model.reset()
+    model.load_state(tmp_path / "state")
+    assert list(model.generate([model.unread], 3, sampling=sampling)) == whole[3:]
+
+
+def test_greedy_is_the_default_and_what_is_no_sampling_is_refused(model):
+    greedy = drawn(None)
+    assert drawn(k3lib.Sampling()) == drawn(k3lib.Sampling(temperature=0)) == greedy
+    for value in "greedy", 0.7, {"temperature": 1}:
+        with pytest.raises(UsageError, match="sampling is .*: a k3lib.Sampling is needed"):
+            model.generate(IDS, 1, sampling=value)
 
 
 def test_an_interrupted_pass_is_not_continued(model, tmp_path):

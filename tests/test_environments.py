@@ -7,13 +7,13 @@ import pytest
 import situations
 
 MACHINE = SimpleNamespace(user=7, full=["unshare"], locales=["zh_TW.BIG5"])
-IDS = "1,2,3"
+TEXT = " we カgr\ufffd"
 
 
 @pytest.fixture
 def judge():
     made = environments.Judge.__new__(environments.Judge)
-    made.ids, made.logits = {"ids": [1, 2, 3]}, {"ids": b"logits"}
+    made.ids, made.texts, made.logits = {"ids": [1, 2, 3]}, {"ids": TEXT}, {"ids": b"logits"}
     return made
 
 
@@ -34,13 +34,14 @@ class Ended:
         return {*self.left}
 
 
-GOOD, LINE = f"plan\ngenerated ids: {IDS}\n".encode(), b"k3 decode: standard output cannot be written\n"
+GOOD, LINE = TEXT.encode(), b"k3 decode: standard output cannot be written\n"
 
 
 @pytest.mark.parametrize("drawn, code, out, err, wrong", [
     ({}, 0, GOOD, b"", ""),
-    ({}, 0, b"generated ids: 1,2,4\n", b"", "other ids"),
-    ({}, 0, b"", b"", "other ids"),
+    ({}, 0, GOOD[:-4], b"", "another text"),
+    ({}, 0, GOOD + b"\n", b"", "another text"),
+    ({}, 0, b"", b"", "another text"),
     ({}, 0, GOOD, b"a warning\n", "1 lines on stderr, expected none"),
     ({}, 1, b"", LINE, "exit code 1, expected 0"),
     ({}, None, b"", b"", "hangs"),
@@ -53,9 +54,14 @@ GOOD, LINE = f"plan\ngenerated ids: {IDS}\n".encode(), b"k3 decode: standard out
     ({"stdout": "/dev/full"}, 1, b"", b"Traceback (most recent call last):\n" + LINE, "a traceback"),
     ({"stdout": "/dev/full"}, 1, b"", b"Exception ignored in stdout\n", "not a clear line"),
     ({"stdout": "/dev/full", "stderr": "closed"}, 1, b"", b"", ""),
-    ({"encoding": "utf-16"}, 0, GOOD.decode().encode("utf-16"), b"", ""),
-    ({"encoding": "cp037:strict"}, 0, GOOD.decode().encode("cp037"), b"", ""),
-    ({"encoding": "cp037:strict"}, 0, GOOD, b"", "other ids"),
+    ({"stdout": "closed early"}, 1, b"", b"", ""),
+    ({"stdout": "closed early"}, 1, b"", LINE, ""),
+    ({"stdout": "closed early"}, 1, b"", LINE * 2, "2 lines on stderr"),
+    ({"encoding": "utf-16"}, 0, TEXT.encode("utf-16"), b"", ""),
+    ({"encoding": "cp037:strict"}, 0, TEXT.encode("cp037", "backslashreplace"), b"", ""),
+    ({"encoding": "cp037:strict"}, 0, GOOD, b"", "another text"),
+    ({"locale": {"LC_ALL": "C"}}, 0, TEXT.encode("ascii", "backslashreplace"), b"", ""),
+    ({"encoding": "utf-8"}, 0, TEXT.encode("ascii", "backslashreplace"), b"", "another text"),
     ({"NOFILE": 32, "hard": True}, 2, b"", LINE, ""),
     ({"NOFILE": 32, "hard": True}, 4, b"", LINE, "exit code 4, expected 0 or 2"),
     ({"NOFILE": 32}, 2, b"", LINE, "exit code 2, expected 0"),

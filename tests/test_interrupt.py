@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from common import EXPECTED, MODEL, PROMPT, ROOT, k3_process
+from common import EXPECTED, MODEL, PROMPT, ROOT, k3_process, token_line
 
 SOON = 2.0  # seconds from signal to end
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and process groups are POSIX")
@@ -39,7 +39,7 @@ def stopped(run, number, may_be_done=False):
     allowed = (128 + number, -number, 0) if may_be_done else (128 + number, -number)
     assert run.returncode in allowed, (run.returncode, error)
     if run.returncode == 128 + number:
-        assert "Traceback" not in error and "generated ids" not in output, error
+        assert "Traceback" not in error and '"event": "end"' not in output, error
     return error
 
 
@@ -61,8 +61,8 @@ def test_any_moment_of_a_decode(tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(modules))
     rng = np.random.default_rng(5)
     for number, moment in zip([signal.SIGINT, signal.SIGTERM] * 3, np.sort(rng.uniform(0, 2.5, 6))):
-        run = start("decode", MODEL, "--ids", PROMPT, "--max-new-tokens", 5000, "--json", tmp_path / "r.json",
-                    "--logits", tmp_path / "l.npy", module="begun")
+        run = start("decode", MODEL, "--ids", PROMPT, "--max-new-tokens", 5000, "--quiet", "--json",
+                    tmp_path / "r.json", "--logits", tmp_path / "l.npy", module="begun")
         assert run.stdout.readline() == "begun\n"
         time.sleep(moment)
         error = stopped(run, number)
@@ -163,8 +163,8 @@ def test_a_signal_during_code_that_is_run_from_a_string(tmp_path, number, word):
 @posix
 @pytest.mark.parametrize("number, word", [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
 def test_the_tokens_so_far_are_named(number, word):
-    run = start("decode", MODEL, "--ids", PROMPT, "--max-new-tokens", 5000)
-    while not run.stdout.readline().startswith("   3: id "):
+    run = start("decode", MODEL, "--ids", PROMPT, "--max-new-tokens", 5000, "--quiet", "--jsonl", "-")
+    while not run.stdout.readline().startswith(token_line(3)):
         assert run.poll() is None, run.stderr.read()
     error = stopped(run, number)
     assert run.returncode == 128 + number and error.count("\n") == 1
@@ -213,7 +213,7 @@ from k3lib import __main__, display
 def stuck(self, text, end="\\n", show=display.Display.__call__):
     with contextlib.suppress(KeyboardInterrupt):  # the signal may come before the product has begun
         show(self, text, end)
-    if text.startswith("   3: id"):
+    if text.startswith('{"event": "token", "n": 3, '):
         with contextlib.suppress(KeyboardInterrupt):
             hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
         hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
@@ -229,9 +229,9 @@ def test_what_was_made_is_saved_although_the_main_thread_never_comes_back(tmp_pa
     out = tmp_path / "out"
     out.mkdir()
     run = subprocess.Popen([sys.executable, tmp_path / "stuck.py", "decode", MODEL, "--ids", PROMPT, "--max-new-tokens",
-                            "8", "--logits", out / "l.npy", "--json", out / "r.json"], stdout=subprocess.PIPE,
-                           stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
-    while not run.stdout.readline().startswith("   3: id "):
+                            "8", "--quiet", "--jsonl", "-", "--logits", out / "l.npy", "--json", out / "r.json"],
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
+    while not run.stdout.readline().startswith(token_line(3)):
         assert run.poll() is None, run.stderr.read()
     error = stopped(run, signal.SIGTERM)
     words = "terminated in the middle of a read or a product that did not end"
@@ -249,7 +249,7 @@ def test_two_decodes_of_one_checkpoint():
     for run in runs:
         output, error = run.communicate(timeout=120)
         assert run.returncode == 0, error
-        assert "generated ids: " + ",".join(map(str, EXPECTED["generated_ids"][:8])) + "\n" in output
+        assert "generated ids: " + ",".join(map(str, EXPECTED["generated_ids"][:8])) + "\n" in error
 
 
 FORKS = """

@@ -243,3 +243,22 @@ def redone(tmp_path_factory):
 ])
 def test_an_edit_changes_the_digests_of_what_imports_it_and_no_other(redone, edited, changed, unchanged):
     assert redone[edited] >= set(changed.split()) and not redone[edited] & set(unchanged.split())
+
+
+SAID = """
+import subprocess
+from k3lib import kernel_cache
+kept = iter([False, {kept}, True])
+kernel_cache.all_kept = lambda: next(kept)
+subprocess.run = lambda *args, **how: None
+said = []
+started = kernel_cache.compile_apart("", said.append)
+print(started, len(said), said[-1].startswith("compiled in "), "could not" in said[-1])
+print(kernel_cache.compile_apart("", said.append), len(said))
+"""
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_first_run_says_once_that_it_compiles_and_how_long_that_took(package, tmp_path, kept):
+    said, _ = run(package, SAID.format(kept=kept), NUMBA_CACHE_DIR=str(tmp_path / "kernels"))
+    assert said.splitlines() == [f"True 2 {kept} {not kept}", "False 2"]

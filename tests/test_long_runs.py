@@ -74,11 +74,11 @@ def test_a_prompt_file_that_no_budget_holds_is_refused_in_bounded_memory(text, t
     assert peak < 300e6, f"{peak / 1e6:.0f} MB"
 
 
-def started(folder, *args, words="   3: id", command="decode"):
+def started(folder, *args, words='{"event": "token", "n": 3, ', command="decode"):
     "A run of 5000 tokens, read up to a line that begins with `words`."
     run = subprocess.Popen([sys.executable, "-m", "k3lib", command, MODEL, "--ids", PROMPT, "--max-new-tokens", "5000",
-                            "--ram", "1GB", *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                           cwd=folder)
+                            "--ram", "1GB", "--quiet", "--jsonl", "-", *map(str, args)], stdout=subprocess.PIPE,
+                           stderr=subprocess.PIPE, text=True, cwd=folder)
     while not run.stdout.readline().startswith(words):
         assert run.poll() is None, run.stderr.read()
     return run
@@ -133,9 +133,9 @@ def test_damage_in_the_middle_of_a_run_costs_nothing_of_what_it_had_made(tmp_pat
     model, out = Path(shutil.copytree(MODEL, tmp_path / "model")), tmp_path / "out"
     out.mkdir()
     command = [sys.executable, "-m", "k3lib", "decode", model, "--ids", PROMPT, "--max-new-tokens", "5000", "--ram",
-               "1GB", "--logits", "l.npy", "--json", "r.json"]
+               "1GB", "--logits", "l.npy", "--json", "r.json", "--quiet", "--jsonl", "-"]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=out)
-    while not run.stdout.readline().startswith("   3: id"):
+    while not run.stdout.readline().startswith('{"event": "token", "n": 3, '):
         assert run.poll() is None, run.stderr.read()
     os.truncate(model / "model-00007-of-000016.safetensors", 400_000)
     error = run.communicate()[1]

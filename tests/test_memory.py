@@ -6,7 +6,8 @@ from k3lib.fileio import UsageError
 
 
 @pytest.mark.parametrize("text, value", [
-    ("8GB", 8 * 10**9), ("8GiB", 8 * 2**30), ("900MB", 9 * 10**8), ("1.5 GB", 15 * 10**8), (12345, 12345),
+    ("8GB", 8 * 10**9), ("8GiB", 8 * 2**30), ("8G", 8 * 10**9), ("8gi", 8 * 2**30), ("64k", 64_000),
+    ("900MB", 9 * 10**8), ("1.5 GB", 15 * 10**8), (12345, 12345),
     ("2kb", 2000),
 ])
 def test_sizes(text, value):

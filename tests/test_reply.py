@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3lib.chat import ChatError, encode_chat, escape, render
-from k3lib.reply import Reply, ReplyParser, ToolCall, parse_reply, unescape, unread
+from k3lib.reply import Reply, ReplyParser, TextStream, ToolCall, parse_reply, unescape, unread
 from k3lib.tokenizer import Tokenizer, TokenizerError
 
 T = Tokenizer(MODEL, 512)
@@ -366,3 +366,40 @@ def test_nothing_read_and_nothing_wanted():
     assert unread(T, [], [1, 2]) == (0, [1, 2])
     assert unread(T, [1, 2], []) == (0, [])
     assert unread(T, [1, 2], [1, 2]) == (2, [])
+
+
+# Plain text, up to a stop
+
+
+@settings(max_examples=200)
+@given(st.lists(st.integers(0, T.ranks - 1), min_size=1, max_size=30), st.data())
+def test_text_up_to_a_stop_is_shown_as_soon_as_it_is_certain(ids, data):
+    whole = T.decode(ids).decode("utf-8", "replace")
+    begin = data.draw(st.integers(0, len(whole)))
+    stops = [whole[begin:begin + data.draw(st.integers(1, 5))] or "?", data.draw(st.text(min_size=1, max_size=3))]
+    end = min((at for stop in stops if (at := whole.find(stop)) >= 0), default=len(whole))
+    stream, shown = TextStream(T, T.stop_ids, stops), ""
+    for n, i in enumerate(ids):
+        shown += stream.feed(i)
+        assert whole[:end].startswith(shown)
+        if stream.ended:
+            break
+        known = T.decode(ids[:n + 1]).decode("utf-8", "ignore")
+        waits = len(known) - len(shown)
+        assert not waits or any(stop.startswith(known[-waits:]) for stop in stops) or "\ufffd" in whole
+    shown += stream.finish()
+    assert shown == whole[:end] and (stream.ended == "stop_text") == (end < len(whole))
+
+
+def test_a_stop_id_ends_the_text_and_what_waits_is_shown():
+    stream = TextStream(T, [END], ["xyz"])
+    x, y = T.encode("x"), T.encode("y")
+    assert [stream.feed(i) for i in (*x, *y, END)] == ["", "", ""] and stream.ended == "stop_id"
+    assert stream.finish() == "xy"
+
+
+def test_half_a_character_waits():
+    byte = {T.token(i): i for i in range(T.ranks)}
+    stream = TextStream(T, [END])
+    assert [stream.feed(byte[bytes([b])]) for b in "\u30ab!".encode()] == ["", "", "\u30ab", "!"]
+    assert stream.feed(byte[b"\xe3"]) == "" and stream.finish() == "\ufffd" and stream.ended is None

@@ -62,7 +62,7 @@ def test_the_same_state_is_the_same_file_and_any_reader_of_safetensors_reads_it(
     assert (tmp_path / "again").read_bytes() == saved[0].read_bytes()
     with safe_open(saved[0], "numpy") as file:
         about = json.loads(file.get_tensor("about").tobytes())
-        assert about["position"] == 5 and about["version"] == 1
+        assert about["position"] == 5 and about["version"] == 2 and about["unread"] is None
         layers = model.sequence.layers
         assert np.array_equal(file.get_tensor("layers.3.latent"), layers[3][:5])
         assert np.array_equal(file.get_tensor("layers.0.S"), layers[0].S)
@@ -100,8 +100,8 @@ def test_what_is_no_state_of_this_model_is_refused(model, saved, tmp_path):
     for text in (b"[" * ABOUT_BYTES, b"[]", b'{"format": "k3lib state", "position": -1, "sha256": ""}'):
         bad.write_bytes(good[:-ABOUT_BYTES] + text.ljust(ABOUT_BYTES))
         unchanged(model, saved, bad, StateError, "not the description")
-    bad.write_bytes(good.replace(b'"version": 1', b'"version": 2'))
-    unchanged(model, saved, bad, StateError, "version 2, expected 1")
+    bad.write_bytes(good.replace(b'"version": 2', b'"version": 3'))
+    unchanged(model, saved, bad, StateError, "version 3, expected 2")
     bad.write_bytes(good.replace(b'"position": 5', b'"position": 4'))
     unchanged(model, saved, bad, StateError, "expected [0-9,]+ for 4 positions")
     about = good[-ABOUT_BYTES:].replace(b'"position": 5', b'"position": 109951162777')

@@ -67,7 +67,9 @@ commands = {
     "plan": ["plan", model, "--ram", "1GB"], "census": ["census", model, "--json", out], "verify": ["verify", model],
     "decode": ["decode", model, "--ids", "5,9", "--max-new-tokens", "2", "--ram", "1GB", "--json", out],
 }
-print([main(commands[name]) for name in names], locale.getpreferredencoding(False))
+codes = [main(commands[name]) for name in names]
+print()
+print(codes, locale.getpreferredencoding(False))
 """
 
 
@@ -154,13 +156,13 @@ def runs():
 def test_a_line_that_is_missing_stops_nothing_and_what_stands_in_is_said(runs, case):
     for command, cases in runs.items():
         code, out, err = cases[case]
-        assert code == 0 and err == "", f"{command}: {err}"
-        assert CASES[case][1] in out
+        plan = err if command == "decode" else out
+        assert code == 0 and (command == "decode") == bool(err), f"{command}: {err}"
+        assert CASES[case][1] in plan
         if command == "decode":
-            ids, usual = (text[text.index("generated ids"):].splitlines()[0] for text in (out, cases["as it is"][1]))
-            assert ids == usual
+            assert out == cases["as it is"][1] and "k3 decode: " not in err
         if not CASES[case][1]:
-            assert "assumed" not in out and "free memory of the machine" not in out
+            assert "assumed" not in plan and "free memory of the machine" not in plan
 
 
 CORES = """
@@ -176,4 +178,4 @@ sys.exit(main(["decode", sys.argv[1], "--ids", "5", "--max-new-tokens", "1", "--
 @pytest.mark.large
 def test_a_system_that_does_not_count_its_cores():
     run = python(CORES, MODEL)
-    assert run.returncode == 0 and "1 new, 1 threads" in run.stdout, run.stderr
+    assert run.returncode == 0 and "1 new, 1 threads" in run.stderr, run.stderr

@@ -77,7 +77,7 @@ def test_a_trace_that_would_not_fit_in_memory_is_refused_unread(tmp_path):
 def test_a_run_is_recorded_and_replayed(tmp_path):
     file = tmp_path / "run.trace"
     run = k3("trace", MODEL, "--ids", PROMPT, "--max-new-tokens", 6, "--ram", "1GB", "--out", file)
-    assert run.returncode == 0 and "generated ids" in run.stdout, run.stderr
+    assert run.returncode == 0 and "generated ids" in run.stderr, run.stderr
     passes = read_trace(file)
     assert len(passes) == 6 and [layer for layer, _ in passes[0]] == list(range(1, 13))
     assert all(len(ids) == 4 for layer, ids in passes[-1])

@@ -132,7 +132,7 @@ def test_two_verifies_write_one_manifest(tmp_path):
 
 def test_two_reports_into_one_file(tmp_path):
     outputs = "--json", tmp_path / "r", "--logits", tmp_path / "l"
-    words = "decode", MODEL, "--ids", "1,2", "--max-new-tokens", "2", *outputs
+    words = "decode", MODEL, "--ids", "1,2", "--max-new-tokens", "2", "--quiet", *outputs
     assert ended(start(*words), start(*words)) == [(0, ""), (0, "")]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["l", "r"]
 

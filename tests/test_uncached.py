@@ -17,7 +17,8 @@ PACKAGE = Path(k3lib.__file__).parent
 MODEL = Path(__file__).resolve().parents[1] / "fixtures" / "oracle13" / "model"
 LINE = re.compile(r"k3: kernels are compiled anew in every process, because no folder can keep them \(.+\)\. "
                   r"Set NUMBA_CACHE_DIR to a folder that can be written\.\n")
-DECODE = ("-m", "k3lib", "decode", MODEL, "--ids", "5,9,17", "--max-new-tokens", "3", "--ram", "1GB")
+DECODE = ("-m", "k3lib", "decode", MODEL, "--ids", "5,9,17", "--max-new-tokens", "3", "--ram", "1GB",
+          "--quiet")
 
 
 def python(package, *command, cwd=None, preexec_fn=None, stderr=subprocess.PIPE, **env):
@@ -50,13 +51,14 @@ def kept(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ids(installed, kept):
-    "The line of ids that DECODE prints."
+    "The text that DECODE prints."
     return generated(python(installed, *DECODE, NUMBA_CACHE_DIR=str(kept)))
 
 
 def generated(run):
     assert run.returncode == 0, run.stderr
-    return re.search(r"^generated ids: .+", run.stdout, re.M)[0]
+    assert run.stdout
+    return run.stdout
 
 
 def entries(folder, kernel):
@@ -145,7 +147,7 @@ def test_damaged_entries_are_replaced(installed, kept, ids, tmp_path):
                    for path in entries(folder, kernel)), kernel
     written = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     run = python(installed, *DECODE, NUMBA_CACHE_DIR=str(folder))
-    assert generated(run) == ids and run.stderr == "" and "compiling" not in run.stdout
+    assert generated(run) == ids and run.stderr == ""
     assert written == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 

@@ -56,7 +56,7 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 # %% tags=["export"]
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from k3lib.tokenizer import Tokenizer
@@ -568,6 +568,66 @@ ax.legend(handles=[plt.matplotlib.patches.Patch(color=value, label=kind) for kin
 new = [len(ids) - stand for _, ids, stand in rows]
 ax.set_title(f"Turns read {new[0]}, {new[1]} and {new[2]} new ids; after a change of thinking {new[3]} are read")
 plt.show()
+
+
+# %% [markdown]
+# ## 5.23.4 Text without a form
+#
+# A prompt that is plain text is continued as plain text, up to a stop id, or up to a text that the user has named, as
+# `\n\n`. Two things may not be shown too early: the first bytes of a character, and text that may turn out to be the
+# beginning of a stop text. Both wait for the next id. A stop text can end in the middle of an id, and can begin in one
+# id and end three ids later.
+
+# %% tags=["export"]
+class TextStream:
+    """The text of generated ids as it comes, up to a stop id or a stop text, neither of which is part of it.
+
+    `stop`: ids that end the text. `stop_texts`: texts that do, none of them empty. `ended`: None while the text goes
+    on, then stop_id or stop_text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Container[int], stop_texts: Iterable[str] = ()):
+        self._stop, self._texts, self._utf8 = stop, tuple(stop_texts), tokenizer.stream()
+        self._held = ""
+        self.ended: str | None = None
+
+    def feed(self, token_id: int) -> str:
+        "The text that is certain with this id and was not before. Raises TokenizerError for an id that does not exist."
+        if token_id in self._stop:
+            self.ended = "stop_id"
+            return ""
+        text = self._up_to_stop(self._held + self._utf8.feed(token_id))
+        begun = (n for n in range(len(text), 0, -1) if any(stop.startswith(text[-n:]) for stop in self._texts))
+        keep = 0 if self.ended else next(begun, 0)
+        self._held = text[len(text) - keep:]
+        return text[:len(text) - keep]
+
+    def finish(self) -> str:
+        "The text that still waits. Call it once, after the last id, or after the text has ended."
+        return "" if self.ended == "stop_text" else self._up_to_stop(self._held + self._utf8.finish())
+
+    def _up_to_stop(self, text: str) -> str:
+        "The text before the first stop text in it, if there is one."
+        found = [at for stop in self._texts if (at := text.find(stop)) >= 0]
+        if found:
+            self.ended = "stop_text"
+        return text[:min(found, default=len(text))]
+
+
+# %% [markdown]
+# By hand, with one id a byte. The emoji waits for its fourth byte, `EN` for the byte that shows whether it is the
+# beginning of `END`.
+
+# %%
+byte_ids = {t.token(i): i for i in range(t.ranks) if len(t.token(i)) == 1}
+stream = TextStream(t, t.stop_ids, ["END"])
+shown = []
+for b in "a🙂 EN. END b".encode():
+    shown.append(stream.feed(byte_ids[bytes([b])]))
+    if stream.ended:
+        break
+print(shown, stream.ended)
+assert "".join(shown) == "a🙂 EN. " and stream.ended == "stop_text" and stream.finish() == ""
 
 # %% [markdown]
 # ## Summary

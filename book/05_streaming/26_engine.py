@@ -55,6 +55,7 @@ from k3lib.experts import Experts
 from k3lib.memory import parse_size, whole_number
 from k3lib.plan import Plan, PlanError, compile_first, make_plan
 from k3lib.pack import Packed
+from k3lib.sampling import Sampling
 from k3lib.report import Report, Step, Steps
 from k3lib.state import load_sequence, model_fingerprint, save_sequence
 from k3lib.tokenizer import Tokenizer, ids_argument, is_whole, open_tokenizer
@@ -82,6 +83,7 @@ class Engine:
 
     `config`, `plan`, `tokenizer` (or None), `stop` (the stop ids, which end a reply). `chunk`: the most tokens of a
     forward pass. `on_layer(L)` is called after every layer of every pass. `steps`: a Step for each generated token.
+    `unread`: the id that was generated last, until it is read or the sequence is another; else None.
     """
 
     def __init__(self, source: "Source", plan: Plan, files: Files, trunk: Trunk, experts: Experts, threads: int,
@@ -96,6 +98,7 @@ class Engine:
         self._read_calls_before, self._wall_seconds, self._io_wait_seconds = read_calls_before, 0.0, 0.0
         self._process, self._lock, self._closed = os.getpid(), threading.Lock(), False
         self._moves = 0  # calls that may have changed the sequence
+        self.unread: int | None = None
         self._fingerprint: str | None = None
         check_vectors(self.config, trunk, files)
         row = partial(embedding_row, files, self._extent(EMBED))  # a method would refer to the engine
@@ -163,7 +166,7 @@ class Engine(Engine):
         function_argument("on_layer", self.on_layer)
         with self._exclusive():
             self._moves += 1
-            tokens = self._checked(ids)
+            tokens, self.unread = self._checked(ids), None
             began, waited = time.perf_counter(), self._waited()
             every = None if last_only else np.empty((len(tokens), self.config.vocab_size), np.float32)
             for first in range(0, len(tokens), self.chunk):
@@ -241,10 +244,17 @@ def check_vocabulary(ids: Iterable[int], config: Config) -> None:
 
 
 # %% [markdown]
-# ## 5.26.2 Greedy decoding
+# ## 5.26.2 Decoding
 #
 # The first pass reads the whole prompt, every later one a single id. The largest logit wins; of equal ones the lower
-# id, which is what `argmax` returns. Decoding ends after `max_new_tokens` or on a stop id (5.21).
+# id, which is what `argmax` returns. With a temperature the id is drawn instead (5.24), and the draw depends on seed,
+# position and logits alone. Decoding ends after `max_new_tokens` or on a stop id (5.21).
+#
+# The ids are read after those that the sequence has read already. So a state that was loaded, or a prefix that was read
+# before, is gone on with, and reset() begins anew. One id is easily lost on the way: the last one that was yielded has
+# been shown, but no pass has read it. To go on without it would leave a hole in the sequence, to read it unasked would
+# read it twice for a caller who passes it. So `unread` keeps it, a saved state too, and the next ids must begin with
+# it.
 #
 # Between two of its tokens a generator is suspended, and its caller may use the same engine for another sequence. The
 # generator must not go on with that other sequence. So it compares the number of calls that may have changed the
@@ -253,28 +263,34 @@ def check_vocabulary(ids: Iterable[int], config: Config) -> None:
 # %% tags=["export"]
 class Engine(Engine):
     def generate(self, ids: Iterable[int], max_new_tokens: int = 8,
-                 on_logits: Callable[[np.ndarray], object] | None = None) -> Iterator[int]:
-        """Greedy decoding of a new sequence: yields at most `max_new_tokens` ids, none after a stop id.
+                 on_logits: Callable[[np.ndarray], object] | None = None,
+                 sampling: Sampling | None = None) -> Iterator[int]:
+        """Read `ids` after the tokens read so far, then yield at most `max_new_tokens` ids, none after a stop id.
 
-        The sequence is reset when the first id is asked for. `on_logits` is called with each step's logits, float32
-        [vocab]. An engine has one sequence: if another call has changed it since the last token, this generator ends
-        with an EngineError. Raises UsageError for a wrong argument at once, and later what forward raises.
+        The sequence goes on where it stands; reset() begins anew. If an earlier call has yielded an id that was not
+        read yet, `ids` must begin with that id (`unread`). The most likely id is chosen, or what `sampling` draws.
+        `on_logits` is called with each step's logits, float32 [vocab]. An engine has one sequence: if another call has
+        changed it since the last token, this generator ends with an EngineError. Raises UsageError for a wrong argument
+        at once, later EngineError and what forward raises.
         """
         function_argument("on_logits", on_logits)
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 30)
-        return self._generated(ids_argument("ids", ids), max_new_tokens, on_logits)
+        if not isinstance(sampling, Sampling | None):
+            raise UsageError(f"sampling is {shown_value(sampling)}: a k3lib.Sampling is needed, or None")
+        return self._generated(ids_argument("ids", ids), max_new_tokens, on_logits, sampling or Sampling())
 
 
 # %% tags=["export"]
 class Engine(Engine):
-    def _generated(self, unread, max_new_tokens, on_logits):
-        self.reset()
+    def _generated(self, unread, max_new_tokens, on_logits, sampling):
+        unread = self._from_unread(unread)
         for _ in range(max_new_tokens):
             began, before = time.perf_counter(), dict(self.files.bytes_read)
             logits = self.prefill(unread)
-            token = most_likely(logits)
+            token = most_likely(logits) if sampling.greedy else sampling.choose(logits, self.position)
             bytes_read = {part: n - before[part] for part, n in self.files.bytes_read.items()}
             self.steps.append(Step(token, time.perf_counter() - began, bytes_read))
+            self.unread = token
             if on_logits is not None:
                 on_logits(logits)
             moves = self._moves
@@ -285,6 +301,18 @@ class Engine(Engine):
                 raise EngineError("the model has begun or read another sequence since the last token: one sequence "
                                   "at a time")
             unread = [token]
+
+    def _from_unread(self, ids):
+        "The same ids. Raises EngineError if they do not begin with the id that was yielded and not read."
+        with self._exclusive():
+            unread = self.unread
+        if unread is None:
+            return ids
+        ids = ids if hasattr(ids, "__getitem__") else array("I", ids)
+        if not len(ids) or ids[0] != unread:
+            raise EngineError(f"the sequence stands after {self.position} tokens, and id {unread}, which was "
+                              "generated last, has not been read: begin the ids with it, or reset() to begin anew")
+        return ids
 
 
 # %% [markdown]
@@ -302,13 +330,14 @@ class Engine(Engine):
         with self._exclusive():
             self._moves += 1
             self.sequence.reset()
+            self.unread = None
 
     def save_state(self, file: str | os.PathLike) -> None:
         "Write the sequence to `file`, whole or not at all: a safetensors file (5.20). Raises OSError, UsageError."
         file = given_path("file", file)
         with self._exclusive():
             self._check_complete()
-            save_sequence(file, self.sequence, self._model_fingerprint())
+            save_sequence(file, self.sequence, self.fingerprint(), self.unread)
 
     def load_state(self, file: str | os.PathLike) -> None:
         """Go on with the sequence that save_state has written to `file`, at any budget, number of threads and context.
@@ -319,12 +348,12 @@ class Engine(Engine):
         file = given_path("file", file)
         with self._exclusive():
             self._moves += 1
-            load_sequence(file, self.sequence, self._model_fingerprint())
+            self.unread = load_sequence(file, self.sequence, self.fingerprint())
 
 
 # %% tags=["export"]
 class Engine(Engine):
-    def _model_fingerprint(self):
+    def fingerprint(self) -> str:
         "The name of this model in saved states (5.20.2), in hex. The first call reads a row of every matrix."
         if self._fingerprint is None:
             extents = ((name, self._extent(name)) for name in forward_order(self.config))
@@ -557,7 +586,7 @@ def budget_argument(ram: str | int) -> int:
 def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLike | None = None,
          threads: int | None = None, *, context: int = 1024, prompt_tokens: int | None = None,
          readers: int | None = None, on_plan: Callable[[Plan], object] | None = None,
-         progress: Callable[[int], object] | None = None) -> Engine:
+         progress: Callable[[int], object] | None = None, say: Callable[[str], object] | None = None) -> Engine:
     """An Engine that decodes the checkpoint in folder `path`.
 
     `ram`: the most memory that this process may hold, in bytes or as text ("8GB", "1GiB"). The memory that the process
@@ -568,14 +597,14 @@ def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLi
 
     `threads`: threads of arithmetic, all cores if None. `readers`: threads that read, never fewer than `threads`;
     `k3 plan --measure` says how many the device can use. `on_plan(plan)` is called before anything large is allocated,
-    `progress(nbytes)` after each tensor that is pinned.
+    `progress(nbytes)` after each tensor that is pinned, `say(line)` when kernels have to be compiled first.
 
     A path is a str or an os.PathLike of one; bytes are none. Raises ConfigError, CheckpointError, TokenizerError,
     PlanError, UsageError and MissingFile, each of which is a K3Error.
     """
     path, trunk = given_path("path", path), None if trunk is None else given_path("trunk", trunk)
-    function_argument("on_plan", on_plan)
-    function_argument("progress", progress)
+    for name, function in ("on_plan", on_plan), ("progress", progress), ("say", say):
+        function_argument(name, function)
     free_dropped_models()
     budget = budget_argument(ram)
     threads = CORES if threads is None else whole_number("threads", threads, 1, CORES)
@@ -587,7 +616,7 @@ def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLi
                       prompt_tokens=prompt_tokens, threads=threads, readers=readers)
     try:
         plan = planned()
-        if compile_first():
+        if compile_first(say):
             plan = planned()
     except PlanError as error:
         raise PlanError(error.least, f"{error}{still_open()}") from None
@@ -604,6 +633,10 @@ def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLi
 # %%
 with load(os.path.relpath(ORACLE / "model"), ram="1GB", context=32) as model:
     assert list(model.generate(EXPECTED["prompt_ids"], 20)) == EXPECTED["generated_ids"]
+    try:
+        next(model.generate(EXPECTED["prompt_ids"]))
+    except EngineError as error:
+        print("not begun anew:", error)
     report = model.report
 print("20 of 20 ids;", len(report.step_seconds), "steps,", report.expert_requests, "experts requested")
 assert sum(map(len, [report.ids, report.step_bytes])) == 40 and report.io_wait_seconds <= report.wall_seconds

@@ -22,6 +22,7 @@
 
 # %% tags=["export"]
 import contextlib
+import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -58,7 +59,9 @@ io.TextIOWrapper(io.BytesIO(), "ascii").write("café")
 # Where nobody can read the answer, an exit code of 0 would be a lie. What should happen before that depends on what was
 # asked for. If the answer is only shown, the run should end soon: each further token is computed for nobody. If files
 # were asked for too, they are the result, and the run goes on without its display. In both cases the command ends with
-# exit code 1, and with a line that names what was lost.
+# exit code 1, and with a line that names what was lost. Only a reader who has closed the pipe, as `head` does after its
+# last line, gets no such line: that reader has seen what it wanted. Text need not end a line; where a line of standard
+# error may follow it on the screen, the text's line is ended first.
 #
 # Standard error is never worth ending a command for: what it would have carried is lost, and that is all.
 
@@ -67,6 +70,27 @@ class OutputLost(K3Error):
     "Standard output cannot be written to. The command has failed, because what it showed is lost."
 
 
+class ReaderLeft(OutputLost):
+    "The reader of standard output has closed it."
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    "Is there such a stream, and is it a terminal? One that is closed is none."
+    try:
+        return stream is not None and stream.isatty()
+    except (OSError, ValueError):
+        return False
+
+
+def _is_shared(stdout):
+    "Do lines of standard error stand among those of standard output: on a terminal, in one file or pipe?"
+    try:
+        return is_terminal(stdout) or os.path.sameopenfile(stdout.fileno(), sys.stderr.fileno())
+    except (OSError, ValueError, AttributeError):  # one of them is closed, or has no descriptor
+        return False
+
+
+# %% tags=["export"]
 class Display:
     """Standard output as a function: `display(text, end="\\n")` writes `text` at once. It raises no OSError.
 
@@ -76,25 +100,39 @@ class Display:
     def __init__(self, goes_on: bool):
         self.goes_on = goes_on
         self.lost = None if sys.stdout is not None else "standard output is closed"
+        self._error: type[OutputLost] = OutputLost
+        self._shared = _is_shared(sys.stdout)
+        self._in_line = False  # whether the last text has left a shared output within a line
 
     def __call__(self, text: str, end: str = "\n") -> None:
         "Show `text`. Raises OutputLost if that fails and the command has nothing else to do."
         if self.lost is None:
             try:
                 print(escaped(text, sys.stdout), end=end, flush=True)
+                if text + end:
+                    self._in_line = self._shared and not (text + end).endswith("\n")
             except (OSError, ValueError) as error:  # ValueError: the stream is closed
+                self._error = ReaderLeft if isinstance(error, BrokenPipeError) else OutputLost
                 self.lost = f"standard output cannot be written: {getattr(error, 'strerror', None) or error}"
         self.check()
+
+
+# %% tags=["export"]
+class Display(Display):
+    def end_line(self) -> None:
+        "End a line that the last text has not ended, where other lines may follow it. Raises as a call does."
+        if self._in_line:
+            self("")
 
     def check(self) -> None:
         "Raise OutputLost if the output is lost and the command has nothing else to do."
         if self.lost is not None and not self.goes_on:
-            raise OutputLost(self.lost)
+            raise self._error(self.lost)
 
     def end(self) -> None:
         "To be called when the command has done its work. Raises OutputLost if the output is lost."
         if self.lost is not None:
-            raise OutputLost(f"{self.lost}; everything else is done")
+            raise self._error(f"{self.lost}; everything else is done")
 
 
 # %% tags=["export"]
@@ -116,10 +154,10 @@ class Unfailing:
         return getattr(self._file, name)
 
 
-def complain(text: str) -> None:
-    "Write a line to standard error, if there is one. Never raises."
+def complain(text: str, end: str = "\n") -> None:
+    "Write `text` to standard error, if there is one. Never raises."
     if sys.stderr is not None:
-        print(text, file=Unfailing(sys.stderr), flush=True)
+        print(text, end=end, file=Unfailing(sys.stderr), flush=True)
 
 
 # %% [markdown]
@@ -165,16 +203,26 @@ assert shown(False)[1] == 2 and shown(True)[1] == 5
 # A bar on standard error counts bytes or layers. A line that is shown meanwhile must not stand in the middle of the
 # bar, so the bar is taken off the screen for it. The bar writes through `Unfailing`: a terminal that was closed does
 # not end the run.
+#
+# A line is over when it is shown, and the bar comes back below it. A word of an answer is not the end of a line: where
+# standard output is a terminal, the bar would come back on the same line and write over the word. So there the bar goes
+# with the first word.
 
 # %% tags=["export"]
-def progress_bar(total: int | None, unit: str, **options: Any) -> Any:
-    "A tqdm bar on stderr where that is a terminal, else one that shows nothing."
+def progress_bar(total: int | None, unit: str, shown: bool = True, **options: Any) -> Any:
+    "A tqdm bar on stderr where that is a terminal, and `shown` is true, else one that shows nothing."
     from tqdm import tqdm
 
     quiet = type("Bar", (tqdm,), {"monitor_interval": 0})  # tqdm's own thread would take 72 MB of addresses
-    if sys.stderr is None or not sys.stderr.isatty():
+    if not shown or not is_terminal(sys.stderr):
         return quiet(total=total, unit=unit, disable=True, **options)
     return quiet(total=total, unit=unit, leave=False, file=Unfailing(sys.stderr), **options)
+
+
+def close_at_words(bar: Any) -> None:
+    "Take `bar` off the screen for good, if the words that follow on standard output go to a terminal."
+    if is_terminal(sys.stdout):
+        bar.close()
 
 
 def hidden(bar: Any) -> AbstractContextManager:

@@ -298,6 +298,7 @@ def first_ids(folder, n=6):
 
     with load(folder, ram="1GB", context=32) as model:
         model.forward(EXPECTED["prompt_ids"], watch=watch)
+        model.reset()
         return list(model.generate(EXPECTED["prompt_ids"], n)), routed[0]
 
 
@@ -375,12 +376,12 @@ with tempfile.TemporaryDirectory() as scratch:
                "--max-new-tokens", str(max_new_tokens), "--json", str(record)]
     given = {"--threads": threads, "--trunk": trunk, "--ids": ids, "--prompt": prompt}
     command += [word for option, value in given.items() if value not in (0, "") for word in (option, str(value))]
-    run = subprocess.run(command, capture_output=True, encoding="utf-8", errors="backslashreplace",
-                         env={**os.environ, "PYTHONIOENCODING": "utf-8"})
+    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8",
+                         errors="backslashreplace", env={**os.environ, "PYTHONIOENCODING": "utf-8"})
     report = json.loads(record.read_text()) if record.exists() else None
     print(run.stdout.replace(f"{Path.cwd()}{os.sep}", ""), end="")  # the report has the whole path
     if run.returncode:
-        raise SystemExit(run.stderr.strip())
+        raise SystemExit(run.stdout.strip().rpartition("\n")[2])
 
 # %% [markdown]
 # The answer: the same ids on every machine and at every budget. Those of the embedded model are compared with the
