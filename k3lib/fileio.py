@@ -80,6 +80,10 @@ def given_path(name: str, value: str | os.PathLike[str]) -> Path:
     if not isinstance(path, str) or not path or "\0" in path:
         raise wrong_argument(name, value, "a path: text that is not empty, or an os.PathLike")
     try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        raise UsageError(f"{name} is {path!a}, expected a path that the file system can encode") from None
+    try:
         return Path(path).absolute()
     except OSError as error:  # there is no name of the current folder
         raise wrong_argument(name, path, f"an absolute path, because the current folder has no path "
@@ -254,9 +258,14 @@ def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def refuse_to_replace(path: Path) -> None:
-    "Raise UsageError if `path` is a link, a folder, a device or a pipe. It may be a regular file, or nothing."
+    """Raise UsageError if `path` is a link, a folder, a device or a pipe. It may be a regular file, or nothing.
+
+    Raises MissingFile if there is no folder to write it in.
+    """
     if path.is_symlink() or path.exists() and not path.is_file():
         raise UsageError(f"{path}: is no regular file, so it will not be replaced by one")
+    if not path.parent.is_dir():
+        raise MissingFile(f"{path}: there is no folder {path.parent} to write it in")
 
 
 @contextmanager
@@ -267,7 +276,7 @@ def whole_file(
 
     `check(part)`, if given, is called with the path of the complete file before it gets its name. If the block or
     `check` raises, the old file at `path` stays as it was and the new one is removed. Raises UsageError if `path` is no
-    path, or not that of a regular file.
+    path, or not that of a regular file, and MissingFile if its folder does not exist.
     """
     path = given_path("path", path)
     refuse_to_replace(path)

@@ -537,8 +537,9 @@ def thread_shortage(wanted: int, what: str) -> str | None:
     found = startable_threads(wanted)
     if found == wanted:
         return None
-    return (f"{what} starts {wanted} thread{'s' * (wanted > 1)}, but this process can start {found} more: run it where "
-            "`ulimit -u` and the container allow more")
+    return address_shortage(0, wanted) or (
+        f"{what} starts {wanted} thread{'s' * (wanted > 1)}, but this process can start {found} more: run it where "
+        "`ulimit -u` and the container allow more")
 
 
 STACK_BYTES = 8 << 20  # of a thread, where `ulimit -s` sets no other size
@@ -562,6 +563,17 @@ def address_shortage(nbytes: int, threads: int) -> str | None:
             return (f"this process would reserve {needed / 1e6:.0f} MB, {threads} threads included, but is limited to "
                     f"{allowed / 1e6:.0f} MB: run it where `ulimit {option}` is at least {-(-needed // 1024)}")
     return None
+
+
+# %% [markdown]
+# numpy, numba and LLVM alone reserve some 400 MB of addresses. Where they do not get them they fail in many ways,
+# before there is a plan. `memory_limits` is what an error message adds then.
+
+# %% tags=["export"]
+def memory_limits() -> str:
+    "The limits of addresses and of private memory that are set for this process, as text; '' if none is."
+    limits = [(raised_limit(name, 0), option) for name, (_, _, option) in ADDRESS_LIMITS.items()]
+    return ", ".join(f"`ulimit {option}` is {allowed // 1024}" for allowed, option in limits if allowed is not None)
 
 
 # %% [markdown]

@@ -17,15 +17,15 @@ experts = 896
 import os
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import numpy as np
 
 from k3lib.census import Census, Contiguity, census, contiguity
 from k3lib.config import Config
 from k3lib.fileio import (
-    CheckpointError, Fingerprint, MissingFile, ResourceError, Unusual, fingerprint, given_path, json_object, open_shard,
-    read_exactly, read_fault, shown_value, wrong_argument,
+    CheckpointError, Fingerprint, MissingFile, ResourceError, Unusual, UsageError, fingerprint, given_path, json_object,
+    open_shard, read_exactly, read_fault, shown_value, wrong_argument,
 )
 from k3lib.header import ARRAY_DTYPES, NUMBER_MASK, Extent, TensorIndex, read_header, tensor_fault
 from k3lib.system import allow_open_files, open_files_shortage
@@ -349,6 +349,10 @@ class Checkpoint(Checkpoint):
 
     def __del__(self) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        "Neither copied nor pickled: two objects would close the same files. Raises UsageError."
+        raise UsageError(f"a Checkpoint holds open files, so it has no copies: open {self.path} again")
 
 
 # %% [markdown]

@@ -23,6 +23,7 @@
 # %% tags=["export"]
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -35,6 +36,11 @@ def escaped(text: str, stream: TextIO) -> str:
     "`text` with the characters that `stream` cannot encode written as escapes, like \\xe9 and \\ufffd."
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def printable(text: str) -> str:
+    "`text` as one line: control characters are written as escapes. A path may hold them, and a terminal obeys them."
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
 
 
 # %%

@@ -32,7 +32,7 @@ import json
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -264,10 +264,12 @@ assert tree == {"whole": True, "ids": list(range(300_000)), "plan": {"total": 5}
 # the place of something else: a file of the model, a device, a link.
 
 # %% tags=["export"]
-def check_outputs(model: str | os.PathLike[str], *paths: str | os.PathLike[str] | None) -> None:
+def check_outputs(model: str | os.PathLike[str], *paths: str | os.PathLike[str] | None,
+                  read: Sequence[str | os.PathLike[str] | None] = ()) -> None:
     """Refuse, before the run, an output that could not be written after it, or that would replace something else.
 
-    `model`: the model's folder. "-" is standard output. Raises UsageError and MissingFile.
+    `model`: the model's folder. "-" is standard output. `read`: files that the run reads. Raises UsageError and
+    MissingFile.
     """
     if paths.count("-") > 1:
         raise UsageError("standard output, -, is named for two outputs")
@@ -278,6 +280,8 @@ def check_outputs(model: str | os.PathLike[str], *paths: str | os.PathLike[str] 
             raise UsageError(f"{path}: lies in the model's own folder, which is never written to")
     if len({path.resolve() for path in given}) < len(given):
         raise UsageError(f"{given[0]}: is named for two outputs")
+    if same := {path.resolve() for path in given} & {Path(path).resolve() for path in read if path not in (None, "-")}:
+        raise UsageError(f"{min(same)}: is to be read and to be written")
 
 
 def _check_output(path):
