@@ -278,9 +278,8 @@ COMMANDS: dict[str, tuple[Callable, Callable, str]] = {  # name: (its arguments,
 
 # Signals
 
-STOPPING = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-if sys.platform != "win32":  # a terminal that is closed, and the end of the processor time that `ulimit -t` allows
-    STOPPING |= {signal.SIGHUP: "hung up", signal.SIGXCPU: "out of processor time"}
+_WORDS = {"SIGINT": "interrupted", "SIGTERM": "terminated", "SIGHUP": "hung up", "SIGXCPU": "out of processor time"}
+STOPPING = {getattr(signal, name): word for name, word in _WORDS.items() if hasattr(signal, name)}
 GRACE = 1.4  # seconds from a signal to the end of the process, whatever it is doing but saving
 SAVING = 60  # seconds more for what the run has made to be saved
 _received: list[int] = []  # the signals that this command has received

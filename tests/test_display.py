@@ -196,8 +196,10 @@ def test_an_error_that_nobody_hears_keeps_its_exit_code(args, code, stream, tmp_
 
 def test_a_path_moves_no_cursor(tmp_path):
     "A terminal obeys the control characters in an error message, and a newline would make two lines of one."
-    run = subprocess.run([sys.executable, "-m", "k3lib", "plan", tmp_path / "a\x1b[2J\nb"], capture_output=True, text=True)
-    assert run.returncode == 2 and "a\\x1b[2J\\nb: no such folder" in run.stderr and run.stderr.count("\n") == 1, run.stderr
+    command = [sys.executable, "-m", "k3lib", "plan", tmp_path / "a\x1b[2J\nb"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 2 and "a\\x1b[2J\\nb: no such model" in run.stderr, run.stderr
+    assert run.stderr.count("\n") == 1
 
 
 def test_a_bar_starts_no_thread():
