@@ -3,7 +3,7 @@
 #
 # Kimi K3 is 1.56 TB in 96 files: too much to load only to see which tensors it holds. Each file begins with a header
 # that says where its tensors lie. At the end of this chapter you can read such a header, refuse one that contradicts
-# itself or its file, and keep the places of all 497,220 tensors in 12 MB.
+# itself or its file, and keep the places of all 497,220 tensors in 12 MB.<!--claim index-->
 #
 # Needs chapters [5.2] (files) and [5.4] (names). Runs in seconds. Makes `k3lib.header`.
 #
@@ -695,7 +695,7 @@ for way, build in {
     each = weigh(build) / len(rows)
     print(f"{way:36s}{each:5.0f} bytes a tensor {each * 497_220 / 1e6:5.0f} MB for 497,220")
 each = sum(column.nbytes for column in (index.key, index.offset, index.kind, index.shard)) / len(index)
-print(f"{'four sorted columns':36s}{each:5.0f} bytes a tensor {each * 497_220 / 1e6:5.0f} MB")
+print(f"{'four sorted columns':36s}{each:5.0f} bytes a tensor {each * 497_220 / 1e6:5.0f} MB")  # claim index
 
 
 # %% [markdown]
