@@ -5,6 +5,8 @@
 # exceptions: calls that some operating system lacks. At the end you can say, for each of them, what the engine does on
 # a system without it.
 #
+# Needs only Python. Runs in seconds. Makes `k3lib.system`.
+#
 # [4.2 Latent experts: sixteen in half the width, two that always speak](../04_moe_router/02_moe.ipynb) ·
 # [contents](../README.md) ·
 # [5.2 Files read whole or refused, written whole or not at all](02_fileio.ipynb)
@@ -30,10 +32,12 @@
 # | free memory of the machine | `/proc/meminfo` | all its memory, by `sysconf` |
 # | open files, threads, addresses | `getrlimit`, `setrlimit` | there are no limits |
 # | a pipe that does not block | `os.set_blocking` | none: Windows does not need it |
-# | a lock that ends with its process | `flock` | none: what is written has names of its own (5.19.4) |
+# | a lock that ends with its process | `flock` | none: what is written has names of its own ([5.19.4]) |
 #
 # Linux on x86-64 is what the engine was run on; aarch64 was emulated. macOS and Windows were only simulated, by
 # removing the calls that they lack.
+#
+# [5.19.4]: 19_pack.ipynb#5.19.4-A-name-means-that-the-file-is-right
 
 # %% tags=["export"]
 import ctypes

@@ -5,9 +5,25 @@
 # the end of this chapter you can read a file so that no such fault is taken for data, and write one so that a power cut
 # leaves the old file or the new one, never a part of either.
 #
+# Needs chapter [5.1] (what the system offers). Runs in seconds. Makes `k3lib.fileio`.
+#
 # [5.1 What depends on the operating system](01_system.ipynb) ·
 # [contents](../README.md) ·
 # [5.3 A config that is accepted, or refused](03_config.ipynb)
+#
+# [5.1]: 01_system.ipynb
+
+# %%
+import sys
+from pathlib import Path
+
+from k3lib.config import read_config
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+sys.path.insert(0, str(ROOT / "book"))
+import schematics
+
+schematics.where(read_config(ROOT / "fixtures/k3"), "files")
 
 # %% tags=["export"]
 import errno
@@ -383,12 +399,14 @@ def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 # %% [markdown]
 # A file must never be found incomplete under its final name. So the bytes go to a hidden file in the same folder. When
 # they are on the disk, the hidden file is renamed, in one step, and the folder is synced because it holds the name
-# (5.1.4). Before the renaming a caller may check what was written: the copy of the trunk in 5.19 gets its name only if
-# it equals the original.
+# ([5.1.4]). Before the renaming a caller may check what was written: the copy of the trunk in 5.19 gets its name only
+# if it equals the original.
 #
 # Renaming removes what had the name before. For a user with all rights that may be a device: a state saved to
 # `/dev/null` would take it from every program of the machine. So only a regular file is replaced. A link is not,
 # because the file that it leads to would keep its old bytes.
+#
+# [5.1.4]: 01_system.ipynb#5.1.4-A-name-that-survives-a-power-cut
 
 # %% tags=["export"]
 def refuse_to_replace(path: Path) -> None:

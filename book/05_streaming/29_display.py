@@ -6,7 +6,7 @@
 # this chapter you can write to standard output and standard error so that every character appears in some form, and so
 # that a failure of the display is noticed, named, and costs nothing but the display.
 #
-# Needs chapter 5.2 (errors). Runs in seconds.
+# Needs chapter [5.2] (errors). Runs in seconds.
 #
 # [5.28 A checkpoint without the weights](28_synth.ipynb) ·
 # [contents](../README.md) ·
@@ -19,6 +19,8 @@
 # character of a model's answer, is missing from every encoding but Unicode's. So such a character is written as its
 # escape, `\ufffd`. The same holds for a file name that is not UTF-8: Python keeps its bytes as lone surrogates, which
 # no encoding has.
+#
+# [5.2]: 02_fileio.ipynb
 
 # %% tags=["export"]
 import contextlib

@@ -6,7 +6,7 @@
 # of that is in a plan. And if the run is killed at the last token, all of it is lost. After this chapter you can write
 # results of any length in the memory of one row, in files that are readable at every moment.
 #
-# Needs chapters 5.2 (files written whole) and 5.14 (the form of a trace). Runs in seconds.
+# Needs chapters [5.2] (files written whole) and [5.14] (the form of a trace). Runs in seconds.
 #
 # [5.29 Showing must not cost the result](29_display.ipynb) ·
 # [contents](../README.md) ·
@@ -14,7 +14,7 @@
 #
 # ## 5.30.1 A file that grows
 #
-# `whole_file` (5.2.5) gives a file its name when it is complete, and removes it if anything goes wrong. That is right
+# `whole_file` ([5.2.5]) gives a file its name when it is complete, and removes it if anything goes wrong. That is right
 # for a file of which a part is worth nothing. Of logits and traces each record is worth something alone. So these files
 # are written record by record. While the run goes on, such a file has a private name, in which the process id shows
 # whose it is. It is named in the user's words when the run ends, whole or not. A process that is killed cannot do that:
@@ -23,6 +23,10 @@
 # The order makes it readable at every moment: the bytes of a record come first, then the head that counts them. A
 # record that was not completed is cut off at the end, and by the head before. A killed process's file of the same
 # private name belongs to another run: it is left alone.
+#
+# [5.2]: 02_fileio.ipynb
+# [5.14]: 14_trace.ipynb
+# [5.2.5]: 02_fileio.ipynb#5.2.5-Written-whole
 
 # %% tags=["export"]
 import contextlib
