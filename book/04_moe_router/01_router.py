@@ -114,7 +114,7 @@ for k in (2, 3):
 
 # %% [markdown]
 # **Why a bias at all?** A router that is trained by its output alone sends most tokens to a few experts: what is chosen
-# often is trained often, and gets chosen more. Most weights would never work. A usual remedy is a second loss for
+# often is trained often, and gets chosen more. Most experts would hardly ever work. A usual remedy is a second loss for
 # unequal load, but its gradient pulls the scores away from what is best for the output. The other remedy is a number
 # for each expert that is no trained weight. After each batch it goes up a little for an idle expert and down for a
 # crowded one. The name of the tensor says *correction*, and the DeepSeek-V3 report (section 2.1.2) describes a router
