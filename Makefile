@@ -27,7 +27,7 @@ lab: .venv/ready
 
 decode: .venv/ready
 	mkdir -p out
-	$(PY) book/show_run.py book/05_streaming/32_decode.ipynb out/32_decode.ipynb
+	$(PY) book/show_run.py book/05_streaming/34_decode.ipynb out/34_decode.ipynb
 
 test: .venv/ready check
 	$(PYTEST) $(NBVAL) tests book

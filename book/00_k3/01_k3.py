@@ -312,7 +312,7 @@ assert counted == published and f"{parameters / 1e12:.2f}" == "2.78"
 # | what an expert computes | [4.2 Latent experts](../04_moe_router/02_moe.ipynb) |
 # | how the forward pass runs fast, in float32, with the same bits everywhere | [5.8 Ninety-three layers](../05_streaming/08_model.ipynb) |
 # | how the weights come from a disk | [5.9 Past the page cache](../05_streaming/09_disk.ipynb) and the chapters after it |
-# | what a gigabyte of memory buys | [5.32 The dial](../05_streaming/32_decode.ipynb) |
+# | what a gigabyte of memory buys | [5.34 The dial](../05_streaming/34_decode.ipynb) |
 #
 # The chapters can be read in this order. Each one can also be opened and run alone.
 #

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 5.32 The dial: one model, any budget
+# # 5.34 The dial: one model, any budget
 #
 # Everything that the book has derived meets here: a budget in bytes becomes a plan, the plan becomes a model, the model
 # decodes greedily, and the report says what that cost. At the end you can run a model of any size on this machine, and
@@ -7,12 +7,12 @@
 #
 # Needs the whole book; uses what chapters [5.18] to [5.31] made. Runs in under a minute.
 #
-# [5.31 One whole run](31_run.ipynb) ·
+# [5.33 A terminal to talk in](33_talk.ipynb) ·
 # [contents](../README.md)
 #
 # Run it in batch with other parameters, from any folder:
 #
-#     papermill book/05_streaming/32_decode.ipynb out.ipynb -p model_dir DIR -p ram 8GB \
+#     papermill book/05_streaming/34_decode.ipynb out.ipynb -p model_dir DIR -p ram 8GB \
 #         -p ids "1,2,3" -p max_new_tokens 8
 #
 # [5.18]: 18_plan.ipynb
@@ -61,7 +61,7 @@ K3 = read_config(ROOT / "fixtures" / "k3")
 
 
 # %% [markdown]
-# ## 5.32.1 Three budgets, the same bytes
+# ## 5.34.1 Three budgets, the same bytes
 #
 # Just above the smallest budget most of the trunk streams. Two megabytes more pin most of it. With a hundred more, all
 # of it is pinned and read only once. The logits of all steps are compared as bytes.
@@ -105,7 +105,7 @@ assert packed[0] == runs[0][0] and packed[1] == runs[0][1]
 print("packed,", done.partition(": ")[2].partition(" on disk")[0].rpartition(",")[0] + ":", "the same logits: True")
 
 # %% [markdown]
-# ## 5.32.2 One token, layer by layer
+# ## 5.34.2 One token, layer by layer
 #
 # A model large enough to watch: five layers of the released width with 64 experts each (5.28), 16.6 GB of tensors in
 # 600 MB of memory. `on_layer` is called at the end of each layer. There the clock, the seconds of waiting and the bytes
@@ -164,7 +164,7 @@ plt.show()
 # by the cores. Most bytes of this checkpoint are holes, which the system fills with zeros: reading them takes processor
 # time here, where a disk would let the processor wait.
 #
-# ## 5.32.3 What streams, what stays, and what that costs
+# ## 5.34.3 What streams, what stays, and what that costs
 #
 # The full shape, all 93 layers and 896 experts, decoded from a synthetic checkpoint at five budgets. `make scale`
 # measures these figures and writes them to `fixtures/measured/scale.json`. If you run it, this section shows your
@@ -254,7 +254,7 @@ print("read for a token at the lowest budget:", ", ".join(f"{part} {shown_size(n
 
 
 # %% [markdown]
-# ## 5.32.4 What can go wrong between the disk and the answer
+# ## 5.34.4 What can go wrong between the disk and the answer
 #
 # A checkpoint is 1.56 TB, and any byte of it can be damaged in the download, on the disk or on the way from it. Three
 # damages, on a copy of the embedded model. The first is a file that ends early. Header and file size must agree for
@@ -367,7 +367,7 @@ with tempfile.TemporaryDirectory() as scratch:
     other.close()
 
 # %% [markdown]
-# ## 5.32.5 The run
+# ## 5.34.5 The run
 #
 # The run is `k3 decode` in a process of its own. So its budget and its peak do not include this notebook's kernel with
 # its plotting library. What it shows is read as UTF-8, whatever the locale says. Its report is read before that is
