@@ -1,6 +1,8 @@
 # On a bare machine with Python >= 3.11 and make:
+#   make lab       set up, then open the book's first page in JupyterLab
 #   make decode    set up, then run the last notebook on the embedded model
 #   make test      the check, pytest over tests/, nbval over every notebook; `make test-all`: every case of large grids
+#   make site      the book as static pages in out/site; `make site-test` tries them in headless Chromium
 # After editing:
 #   make export    k3lib/*.py from the chapters (seconds)
 #   make check     is everything in sync, lint-free and typed? changes nothing (seconds)
@@ -18,12 +20,14 @@ PY := $(BIN)/python
 PYTEST := $(PY) -m pytest -rs -n 2 --dist loadfile --no-loadscope-reorder
 NBVAL := --nbval --nbval-sanitize-with tests/nbval.cfg --nbval-kernel-name python3
 
-.PHONY: decode test test-all check lint export tidy format graph book scale matrix bench bench-history faults clean
+.PHONY: lab decode test test-all check lint export tidy format graph book site site-test scale matrix bench bench-history faults environments clean
+
+lab: .venv/ready
+	$(PY) -m jupyterlab book/00_k3/01_k3.ipynb
 
 decode: .venv/ready
 	mkdir -p out
-	$(PY) -m papermill --log-level WARNING --no-progress-bar book/05_streaming/25_decode.ipynb out/25_decode.ipynb
-	$(PY) book/show_run.py out/25_decode.ipynb
+	$(PY) book/show_run.py book/05_streaming/32_decode.ipynb out/32_decode.ipynb
 
 test: .venv/ready check
 	$(PYTEST) $(NBVAL) tests book
@@ -64,6 +68,17 @@ book: .venv/ready
 	$(PY) -m pip install --quiet -e ".[book,dev]"
 	$(PY) -c "open('.venv/ready', 'w')"
 
+site: .venv/site-ready
+	$(PY) -m sphinx -q -W --keep-going -d .venv/doctrees -c book/site book out/site
+	@$(PY) -c "print('open out/site/index.html')"
+
+site-test: site  # in headless Chromium: Debian's packages chromium and chromium-driver
+	$(PY) book/site/check.py out/site out/site-screenshots
+
+.venv/site-ready: .venv/ready
+	$(PY) -m pip install --quiet -e ".[site]"
+	$(PY) -c "open('.venv/site-ready', 'w')"
+
 scale: .venv/ready
 	$(PY) tests/scale.py
 
@@ -78,6 +93,9 @@ bench-history:
 
 faults: .venv/ready
 	$(PY) tests/faults.py
+
+environments: .venv/ready
+	$(PY) tests/environments.py
 
 clean:
 	rm -rf .venv out k3lib/__pycache__ .mypy_cache .ruff_cache build dist *.egg-info

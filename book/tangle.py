@@ -12,8 +12,9 @@
 The rules of the book that this file enforces:
 
 - Chapters are read in the order of their paths. A module may import only modules that earlier chapters make.
-- A chapter without exported cells makes no module. Two chapters never make the same module, and a module never
-  defines the same name twice.
+- A chapter without exported cells makes no module. Two chapters never have the same number or make the same module,
+  and a module never defines the same name twice.
+- Files are compared as bytes. A text file of the tree is UTF-8 with \\n line ends: its digest is that of every clone.
 - A class may be continued. An exported `class X(X):` adds its body to the class X of an earlier exported cell.
   In the notebook the same line makes a subclass of the same name, so the notebook runs as it is.
 - A chapter begins with a heading that holds its number, which follows from its path. Its sections are numbered 1.2.1,
@@ -30,10 +31,13 @@ import functools
 import hashlib
 import importlib.util
 import itertools
+import keyword
 import os
 import re
 import sys
 import textwrap
+import uuid
+from collections import defaultdict
 from pathlib import Path
 
 import jupytext
@@ -41,6 +45,9 @@ import nbformat
 
 BOOK = Path(__file__).resolve().parent
 PACKAGE = BOOK.parent / "k3lib"
+TREE = ("book", "k3lib", "tests", "fixtures", ".ci")  # the folders of the repository
+TEXTS = {".c", ".cfg", ".in", ".ipynb", ".json", ".jsonl", ".md", ".model", ".mplstyle", ".py", ".sha256", ".tiktoken"}
+TEXTS |= {".toml", ".tsv", ".yaml", ".yml", ".gitattributes", ".gitignore", "LICENSE", "Makefile", "run"}
 HAND_WRITTEN = ("__init__", "__main__", "cli")
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
 FILTERS = {"notebook_metadata_filter": "-all", "cell_metadata_filter": "tags,-all"}  # as in jupytext.toml
@@ -63,13 +70,33 @@ def place(path):
 
 
 def write(path, text):
-    "Write text as UTF-8 with \\n line ends on every system."
-    path.write_bytes(text.encode())
+    """Write text as UTF-8 with \\n line ends on every system.
+
+    The file is complete before it gets its name: another tangle.py that runs meanwhile never reads half a file.
+    """
+    path = path.resolve()  # a link stays a link
+    part = path.with_name(f".{uuid.uuid4().hex}.part")
+    try:
+        part.write_bytes(text.encode())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def read(path):
-    "Read UTF-8 text. A checkout with \\r\\n line ends reads the same."
-    return path.read_bytes().decode().replace("\r\n", "\n")
+    """Read UTF-8 text, with line ends \\r\\n and a byte order mark taken out. `byte_faults` is what reports them.
+
+    Raises Refused for other bytes.
+    """
+    try:
+        return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise Refused(f"{place(path)} is not UTF-8: {error.reason} at byte {error.start:,}") from None
+
+
+def holds(path, text):
+    "Is `text`, as `write` writes it, what the file holds, byte for byte?"
+    return path.exists() and path.read_bytes() == text.encode()
 
 
 @functools.cache
@@ -88,6 +115,16 @@ def chapter(source):
 
 def exported_cells(source):
     return [cell.source for cell in chapter(source).cells if "export" in cell.metadata.get("tags", [])]
+
+
+def exported_lines(source):
+    "The lines of the chapter's file at which its exported cells begin, numbered from 1."
+    text, lines, at = read(source), [], 0
+    for cell in exported_cells(source):
+        at = text.index(cell, at)
+        lines.append(text.count("\n", 0, at) + 1)
+        at += len(cell)
+    return lines
 
 
 def continued(node):
@@ -145,19 +182,61 @@ def join_classes(cells):
     return [text for lines in texts if (text := "\n".join(lines).strip("\n"))]
 
 
+def module_name(source):
+    "The name of the chapter's module: what follows the number in the name of its file."
+    name = re.sub(r"^\d+_?", "", source.stem)
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise Refused(f"{place(source)}: its module would be k3lib.{name}, which Python cannot import")
+    return name
+
+
+def stored(node):
+    "The names that are assigned to anywhere in the node."
+    return [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+
+
+def bindings(node):
+    """Pairs for each name that a statement of a module's top level binds: the name, and what binds it.
+
+    That is what is imported for an import, "temporary" for the target of a loop or a `with`, else "definition".
+    """
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        yield node.name, "definition"
+    elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        yield from ((name, "definition") for target in targets for name in stored(target))
+    elif isinstance(node, ast.Import):
+        roots = [alias.name.split(".")[0] for alias in node.names]
+        yield from ((a.asname or root, f"import {a.name if a.asname else root}") for a, root in zip(node.names, roots))
+    elif isinstance(node, ast.ImportFrom):
+        yield from ((a.asname or a.name, f"from {node.level}{node.module} import {a.name}") for a in node.names)
+    elif not isinstance(node, (ast.AugAssign, ast.Expr)):
+        targets = [getattr(node, "target", None), *(item.optional_vars for item in getattr(node, "items", []))]
+        yield from ((name, "temporary") for target in targets if target is not None for name in stored(target))
+        for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+            for inner in getattr(node, field, []):
+                yield from bindings(inner)
+
+
+def defined_twice(cells):
+    "The first name that two statements of the `cells` bind, with the indices of their cells; None if there is none."
+    seen = {}  # name -> [(index of a cell, what binds the name)]
+    for index, cell in enumerate(cells):
+        for node in ast.parse(cell).body:
+            found = {} if continued(node) else dict(bindings(node))  # the branches of one `if` may bind one name
+            for name, how in found.items():
+                for other, before in seen.setdefault(name, []):
+                    if how != before or how == "definition":
+                        return name, other, index
+                seen[name].append((index, how))
+    return None
+
+
 def defined_names(tree):
-    "Every name that the module's top level defines, in order; a name that is defined twice comes twice."
+    "The names that statements of the module's top level define, in order. Imports define nothing."
     for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            yield node.name
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from (
-                t.id
-                for target in targets
-                for t in ast.walk(target)
-                if isinstance(t, ast.Name) and isinstance(t.ctx, ast.Store)
-            )
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)):
+            yield from (name for name, _ in bindings(node))
 
 
 def book_imports(tree):
@@ -194,19 +273,23 @@ def module(source, made):
     `made` maps each module made so far to its public names. A chapter that exports nothing has the text None.
     Raises Refused for a module that cannot be made.
     """
-    name, cells = source.stem[3:], exported_cells(source)
+    cells = exported_cells(source)
     if not cells:
         return None, set(), []
     try:
+        if twice := defined_twice(cells):
+            name, *places = twice
+            lines = exported_lines(source)
+            raise ValueError(
+                "defines {} twice, in the exported cells at lines {} and {}".format(
+                    name, *(lines[index] for index in places)
+                )
+            )
         body = "\n\n\n".join(join_classes(cells))
         tree = ast.parse(body)
-        names = list(defined_names(tree))
-        if twice := sorted({n for n in names if names.count(n) > 1}):
-            raise ValueError(f"defines {', '.join(twice)} twice")
-        if name in (*made, *HAND_WRITTEN):
-            raise ValueError(f"makes k3lib.{name}, which is made already")
     except (ValueError, SyntaxError) as error:
         raise Refused(f"{place(source)}: {error}") from None
+    names = list(defined_names(tree))
     public = [n for n in names if not n.startswith("_")]
     listing = textwrap.fill(", ".join(f'"{n}"' for n in public), 116, initial_indent="    ", subsequent_indent="    ")
     text = (
@@ -219,10 +302,15 @@ def module(source, made):
 def modules():
     "Module name -> text, in the order of the chapters, and all sentences on imports that break the rules."
     made, texts, wrong = {}, {}, []
+    makers = {name: f"{PACKAGE.name}/{name}.py, which is written by hand," for name in HAND_WRITTEN}
     for source in sources():
         text, names, sentences = module(source, made)
         if text is not None:
-            made[source.stem[3:]], texts[source.stem[3:]] = names, text
+            name = module_name(source)
+            maker = makers.setdefault(name.lower(), place(source))  # some file systems have one file for both cases
+            if maker != place(source):
+                raise Refused(f"{place(source)}: makes k3lib.{name}, as {maker} does")
+            made[name], texts[name] = names, text
             wrong += sentences
     paths = [path for name in HAND_WRITTEN if (path := PACKAGE / f"{name}.py").exists()]
     trees = {path: ast.parse(read(path)) for path in paths}
@@ -365,6 +453,11 @@ def wrong_links(path):
 
 def wrong_numbers():
     "Sentences: wrong numbers of titles and sections, and numbers in prose that no chapter or section has."
+    numbered = defaultdict(list)
+    for source in sources():
+        numbered[number(source)].append(source)
+    for same, others in numbered.items():
+        yield from (f"{place(other)} has the number {same}, as {place(others[0])} has" for other in others[1:])
     chapters = {number(source): re.findall(r"^## (\d+\.\d+\.\d+)\b", prose_of(source), re.M) for source in sources()}
     known = set(chapters).union(*chapters.values())
     for source in sources():
@@ -426,11 +519,14 @@ def tidy_notebook(source):
 
 def tidy():
     "Bring all sources to one form, and every .ipynb whose code is still its source's."
+    for path in tree_texts():
+        if not path.is_relative_to(BOOK.parent / "fixtures") and not holds(path, text := read(path)):
+            write(path, text)
     for source in sources():
-        if (text := tidy_source(source)) != read(source):
+        if not holds(source, text := tidy_source(source)):
             write(source, text)
         path = source.with_suffix(".ipynb")
-        if path.exists() and (text := tidy_notebook(source)) is not None and text != read(path):
+        if path.exists() and (text := tidy_notebook(source)) is not None and not holds(path, text):
             write(path, text)
 
 
@@ -464,14 +560,37 @@ def stale_chapter(source):
     elif any(
         o.output_type == "error"
         for c in code
-        if "nbval-raises-exception" not in c.metadata.get("tags", [])
+        if "raises-exception" not in c.metadata.get("tags", [])
         for o in c.get("outputs", [])
     ):
         yield f"{place(path)} holds an error", run_command(source)
 
 
+def tree_texts():
+    "The paths of all text files of the tree, as their names tell them."
+    places = [BOOK.parent.glob("*"), *((BOOK.parent / folder).rglob("*") for folder in TREE)]
+    for path in sorted(itertools.chain.from_iterable(places)):
+        text = path.suffix in TEXTS or path.name in TEXTS
+        if text and path.is_file() and not {"__pycache__", ".ipynb_checkpoints"} & {*path.parts}:
+            yield path
+
+
+def byte_faults():
+    "Pairs: what is wrong with the bytes of a text file, though its text may be right, and the command that mends it."
+    for path in tree_texts():
+        data = path.read_bytes()
+        fixture = path.is_relative_to(BOOK.parent / "fixtures")
+        command = f"git checkout -- {place(path)}" if fixture else "make tidy"
+        if b"\r\n" in data:
+            line = data[: data.index(b"\r\n")].count(b"\n") + 1
+            yield f"{place(path)} has \\r\\n line ends, the first in line {line}, where \\n is expected", command
+        if data.startswith(b"\xef\xbb\xbf"):
+            yield f"{place(path)} begins with a byte order mark", command
+
+
 def check(texts):
     "Pairs of what is stale and the command that mends it. `texts` maps module names to what the chapters make."
+    yield from byte_faults()
     for name, text in texts.items():
         path = PACKAGE / f"{name}.py"
         if not path.exists() or read(path) != text:
@@ -520,7 +639,8 @@ def graph(form):
     Text: one line a module, with its lines of code and its imports. `dot`: the same for Graphviz, each edge that
     follows from two others left out.
     """
-    order = [s.stem[3:] for s in sources() if (PACKAGE / f"{s.stem[3:]}.py").exists() and exported_cells(s)]
+    order = [module_name(s) for s in sources() if exported_cells(s)]
+    order = [name for name in order if (PACKAGE / f"{name}.py").exists()]
     order += [name for name in HAND_WRITTEN if (PACKAGE / f"{name}.py").exists()]
     edges, backward = {}, []
     for name in order:
@@ -580,7 +700,7 @@ def make(args):
         sys.exit("\n".join([*wrong, *(what for what, _ in stale), *commands]) if wrong or stale else 0)
     for name, text in texts.items():
         path = PACKAGE / f"{name}.py"
-        if not path.exists() or read(path) != text:
+        if not holds(path, text):
             write(path, text)
             # two exports within a second may give files of one size: Python would run the .pyc of the first
             Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)

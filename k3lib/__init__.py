@@ -13,7 +13,9 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "ConfigError",
+    "EngineError",
     "K3Error",
+    "MissingFile",
     "PlanError",
     "Report",
     "StateError",
@@ -26,9 +28,10 @@ __all__ = [
 if TYPE_CHECKING:
     from k3lib.checkpoint import Checkpoint
     from k3lib.config import ConfigError
-    from k3lib.engine import Report, load
-    from k3lib.fileio import CheckpointError, K3Error, UsageError
+    from k3lib.engine import EngineError, load
+    from k3lib.fileio import CheckpointError, K3Error, MissingFile, UsageError
     from k3lib.plan import PlanError
+    from k3lib.report import Report
     from k3lib.state import StateError
     from k3lib.tokenizer import Tokenizer, TokenizerError
 
@@ -40,11 +43,13 @@ if sys.byteorder != "little" or sys.maxsize < 2**32:
 
 _HOME = {
     "load": "engine",
-    "Report": "engine",
+    "EngineError": "engine",
+    "Report": "report",
     "Checkpoint": "checkpoint",
     "Tokenizer": "tokenizer",
     "CheckpointError": "fileio",
     "K3Error": "fileio",
+    "MissingFile": "fileio",
     "UsageError": "fileio",
     "ConfigError": "config",
     "PlanError": "plan",

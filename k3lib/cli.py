@@ -1,12 +1,11 @@
 """The `k3` command: it reads the arguments, calls a chapter's module, and returns an exit code.
 
-The order of this file: writing outputs, a decoding run, one function a command, the arguments, signals, exit codes.
+The order of this file: one function a command, the arguments, signals, exit codes.
 Modules that import numpy or numba are imported inside the functions, so that `k3 --help` does not wait for them.
 """
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -14,224 +13,45 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from k3lib.config import is_synthetic, read_config
-from k3lib.fileio import CheckpointError, K3Error, UsageError, shown_value, whole_file
+from k3lib.display import Display, OutputLost, complain, progress_bar
+from k3lib.fileio import CheckpointError, K3Error, MissingFile, UsageError, whole_file
 from k3lib.memory import parse_size, shown_size, whole_number
 from k3lib.system import disk_bytes, make_nonblocking
 
-if TYPE_CHECKING:
-    from k3lib.engine import Report
-
-# Outputs
+# Commands: each one has its output as args.show
 
 
-def _write(path, data):
-    "Write bytes to `path`, whole or not at all."
-    with whole_file(path) as file:
-        file.write(data)
+def _run(args, **files):
+    "Decode as the arguments say. `files`: those that are to be written, for Results."
+    from k3lib.results import Results, check_outputs
+    from k3lib.run import decode, file_blocks
 
-
-def _write_json(path, tree):
-    _write(path, (json.dumps(tree, indent=1) + "\n").encode())
-
-
-def _check_outputs(model, *paths):
-    "Refuse, before the run, an output that could not be written after it, or that would replace something else."
-    given = [Path(path) for path in paths if path is not None]
-    for path in given:
-        _check_output(path)
-        if path.resolve().parent == Path(model).resolve():
-            raise UsageError(f"{path}: lies in the model's own folder, which is never written to")
-    if len({path.resolve() for path in given}) < len(given):
-        raise UsageError(f"{given[0]}: is named for two outputs")
-
-
-def _check_output(path):
-    import tempfile
-
-    if path.is_dir():
-        raise UsageError(f"{path}: is a folder, expected a file to write")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path}: there is no folder {path.parent} to write it in")
+    check_outputs(args.model, *files.values())
+    args.results = Results(**files)
     try:
-        tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise UsageError(f"{path}: the folder {path.parent} cannot be written to: {error.strerror}") from None
-    if path.is_symlink() or path.exists() and not path.is_file():
-        raise UsageError(f"{path}: is no regular file, so it will not be replaced by one")
-
-
-class OutputLost(K3Error):
-    "Standard output cannot be written to. The run has failed, because its answer is lost."
-
-
-def _say(text):
-    "Print and flush. Raises OutputLost; and KeyboardInterrupt if a signal came and a library dropped its exception."
-    if _received:
-        raise KeyboardInterrupt
-    try:
-        print(text, flush=True)
-    except (OSError, ValueError) as error:
-        raise OutputLost(f"standard output cannot be written: {getattr(error, 'strerror', None) or error}") from None
-
-
-def progress_bar(total: int | None, unit: str, **options: Any) -> Any:
-    "A tqdm bar on stderr where that is a terminal, else one that shows nothing."
-    from tqdm import tqdm
-
-    shown = sys.stderr is not None and sys.stderr.isatty()
-    return tqdm(total=total, unit=unit, disable=not shown, leave=False, **options)
-
-
-# A decoding run
-
-
-class Interrupted(KeyboardInterrupt):
-    "A signal has ended a command. The text says how far the command came."
-
-
-def parse_ids(text: str) -> list[int]:
-    "Token ids from '1,2,3'. Raises UsageError, which shows the word that is no id."
-    ids = []
-    for word in str(text).replace(" ", "").split(","):
-        if not word.isdecimal() or len(word) > 18:
-            raise UsageError(f"ids: {shown_value(word)} is not a token id: write them like 1,2,3")
-        ids.append(int(word))
-    return ids
-
-
-def prompt_ids(path: str | os.PathLike, ids: str | None, prompt: str | bytes | None) -> list[int]:
-    """Token ids from `ids` ('1,2,3') or from `prompt`, str or bytes; the other one is None. Raises UsageError.
-
-    The encoder is dropped before this returns, so its memory is free when the plan is made.
-    """
-    from k3lib.tokenizer import open_tokenizer
-
-    if ids is not None and prompt is None:
-        return parse_ids(ids)
-    if ids is not None or prompt is None:
-        raise UsageError("give a prompt or ids: exactly one of the two")
-    tokenizer = open_tokenizer(path, read_config(path))
-    if tokenizer is None:
-        raise UsageError(f"{path}: holds no tiktoken.model, so a text prompt cannot be encoded: give ids")
-    encoded = tokenizer.encode(prompt)
-    tokenizer.drop_encoder()
-    return encoded
-
-
-def decode(
-    path: str | os.PathLike,
-    ids: str | None = None,
-    prompt: str | bytes | None = None,
-    *,
-    max_new_tokens: int = 8,
-    show: Callable[[str], object] = print,
-    logits: list | None = None,
-    trace: list | None = None,
-    **options: Any,
-) -> "Report":
-    """One whole run: encode, plan, load, decode greedily, report.
-
-    `ids` '1,2,3' or `prompt`, str or bytes. `show` is called with the text of the plan, the prompt, each token as it
-    comes, all ids and their text, and the report. `logits`: a list that receives each step's float32 [vocab]; `trace`:
-    one that receives (layer, expert) of every request. `options`: ram, trunk, threads, readers of `load`. Raises what
-    `load` raises, and Interrupted with the tokens so far.
-    """
-    from k3lib.engine import check_vocabulary
-
-    max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 20)
-    numbers = prompt_ids(path, ids, prompt)
-    if not numbers:
-        raise UsageError("the prompt is empty: at least one token id is needed")
-    check_vocabulary(numbers, read_config(path))  # before gigabytes are read
-    model = _shown_load(path, show, context=len(numbers) + max_new_tokens, prompt_tokens=len(numbers), **options)
-    model.experts.trace = trace
-    try:
-        return _shown_run(model, numbers, max_new_tokens, show, logits)
-    except KeyboardInterrupt:
-        made = [step.token for step in model.steps]
-        tokens = f": {','.join(map(str, made))}" * bool(made)
-        raise Interrupted(f"after {len(made)} of {max_new_tokens} tokens{tokens}") from None
-    finally:
-        model.close()
-
-
-def _shown_load(path, show, **options):
-    "Load the model. `show` is called with its plan, and a bar grows while the trunk is pinned."
-    from k3lib.engine import load
-
-    with progress_bar(None, "B", desc="pinning", unit_scale=True) as pinning:
-        return load(path, progress=pinning.update, on_plan=lambda plan: show(plan.text()), **options)
-
-
-def _shown_run(model, ids, max_new_tokens, show, logits):
-    "Decode with a bar that counts layers, and show each token and its text as they come. Returns the Report."
-    passes = -(-len(ids) // model.chunk) + max_new_tokens - 1
-    stream, texts = model.tokenizer.stream() if model.tokenizer else None, []
-    with progress_bar(passes * model.config.num_hidden_layers, "layer") as bar:
-        model.on_layer = lambda L: bar.update()
-        show(f"prompt ids: {','.join(map(str, ids))}")
-        keep = None if logits is None else logits.append
-        for n, token in enumerate(model.generate(ids, max_new_tokens, on_logits=keep), 1):
-            line = f"{n:>4}: id {token}, {model.steps[-1].seconds:.3g} s"
-            if stream is not None and token not in model.stop:
-                texts.append(stream.feed(token))
-                line += f", {texts[-1]!r}"
-            with bar.external_write_mode():
-                show(line)
-    report = model.report
-    show(f"generated ids: {','.join(map(str, report.ids))}")
-    if stream is not None:
-        show(f"generated text: {''.join(texts) + stream.finish()!r}")
-    show(report.text())
-    return report
-
-
-# Commands
-
-
-def _run(args, **lists):
-    "Decode as the arguments say. Returns the Report. `lists`: `logits` and `trace`, which `decode` fills."
-    prompt = None if args.prompt is None else os.fsencode(args.prompt)  # bytes that are not UTF-8 stay as they are
+        prompt = None if args.prompt is None else os.fsencode(args.prompt)  # bytes that are not UTF-8 stay as they are
+    except UnicodeEncodeError as error:  # in some charsets Python cannot turn every byte into text and back
+        text = f"--prompt: is no text in the locale's charset, {error.encoding}: give it as a file, with --prompt-file"
+        raise UsageError(text) from None
     if args.prompt_file is not None:
-        file = Path(args.prompt_file)
-        if not file.is_file():
-            raise FileNotFoundError(f"{args.prompt_file}: {'is no regular file' if file.exists() else 'no such file'}")
-        prompt = file.read_bytes()
+        prompt = file_blocks(args.prompt_file)
     options = {name: getattr(args, name) for name in ("max_new_tokens", "ram", "trunk", "threads", "readers")}
-    return decode(args.model, args.ids, prompt, show=_say, **options, **lists)
+    decode(args.model, args.ids, prompt, show=args.show, results=args.results, **options)
 
 
 def _decode(args):
-    import io
-
-    import numpy as np
-
-    _check_outputs(args.model, args.json, args.logits)
-    logits = [] if args.logits else None
-    report = _run(args, logits=logits)
-    if args.logits:
-        buffer = io.BytesIO()
-        np.save(buffer, np.stack(logits))
-        _write(args.logits, buffer.getvalue())
-    if args.json:
-        _write_json(args.json, report.as_dict())
+    _run(args, logits=args.logits, report=args.json)
 
 
 def _trace(args):
-    from k3lib.trace import packed_trace
-
     if args.replay is not None:
         return _replay(args)
     if args.model is None or args.out is None:
         missing = "MODEL" if args.model is None else "--out FILE"
         raise UsageError(f"{missing} is missing: a run is recorded with `k3 trace MODEL --ids 1,2,3 --out FILE`")
-    _check_outputs(args.model, args.out)
-    requests = []
-    _run(args, trace=requests)
-    _write(args.out, packed_trace(requests))
+    _run(args, trace=args.out)
 
 
 def _replay(args):
@@ -242,7 +62,11 @@ def _replay(args):
     if args.out is not None:
         raise UsageError("--out: names the file for a recording, but --replay records nothing")
     passes = read_trace(args.replay)
-    _say(replay_text(passes, EXPERT_BYTES if args.model is None else _expert_bytes(args.model, passes)))
+    if args.model is not None:
+        args.show(replay_text(passes, _expert_bytes(args.model, passes)))
+    else:
+        released = f"GB: with experts of {shown_size(EXPERT_BYTES)}, as in the released model; name MODEL for another"
+        args.show(f"{replay_text(passes)}\n{released}")
 
 
 def _expert_bytes(model, passes):
@@ -269,43 +93,77 @@ def _plan(args):
     synthetic = is_synthetic(args.model)
     if args.measure:
         readers, why = measured_readers(checkpoint)
-        _say(why + "; synthetic weights: a hole is read at the memory's speed" * synthetic)
-    _say(make_plan(config, checkpoint, ram, context, readers=readers).text() + "\n  synthetic weights" * synthetic)
+        args.show(why + "; synthetic weights: a hole is read at the memory's speed" * synthetic)
+    args.show(make_plan(config, checkpoint, ram, context, readers=readers).text() + "\n  synthetic weights" * synthetic)
 
 
 def _census(args):
     from k3lib.checkpoint import Checkpoint
+    from k3lib.results import check_outputs, write_json
 
-    _check_outputs(args.model, args.json)
+    check_outputs(args.model, args.json)
     config = read_config(args.model)
-    census = Checkpoint(args.model).census(experts_per_token=config.num_experts_per_token)
-    _say(census.table() + "\nsynthetic weights" * is_synthetic(args.model))
-    if args.json:
-        _write_json(args.json, census.as_dict())
+    census = Checkpoint(args.model).census(config=config)
+    if args.json is not None:
+        write_json(args.json, census.as_dict())
+    args.show(census.table() + "\nsynthetic weights" * is_synthetic(args.model))
 
 
 def _verify(args):
     from functools import partial
 
+    from k3lib.results import check_outputs, write_json
     from k3lib.tensors import check_tensors
     from k3lib.verify import manifest_path, manifest_text, verify
 
+    if args.trunk is not None:
+        return _verify_trunk(args)
     config, target = read_config(args.model), args.write_manifest
     target = Path(manifest_path(args.model) if target is True else target) if target else None
-    _check_outputs(args.model, args.json, target)
+    check_outputs(args.model, args.json, target)
     progress = partial(progress_bar, unit="B", desc="hashing", unit_scale=True)
     manifest, every = target or args.manifest, bool(target)
-    found = verify(args.model, config, check_tensors, manifest, every, show=_say, progress=progress)
-    _say(found.text())
-    if args.json:
-        _write_json(args.json, found.as_dict())
+    found = verify(args.model, config, check_tensors, manifest, every, show=args.show, progress=progress)
+    if args.json is not None:
+        write_json(args.json, found.as_dict())
+    if target and not found.damaged:
+        with whole_file(target) as file:
+            file.write(manifest_text(found.hashes).encode())
+    args.show(found.text())
     if found.damaged:
         more, unwritten = " ..." * (len(found.damaged) > 1), f"; {target} is not written" if target else ""
         raise CheckpointError(f"{len(found.damaged)} damaged: {next(iter(found.damaged.values()))}{more}{unwritten}")
     if target:
-        _write(target, manifest_text(found.hashes).encode())
         readers = "`k3 verify` or, in the model's folder, `sha256sum -c`"
-        _say(f"{target}: the hashes of {len(found.hashes)} files, to be read by {readers}")
+        args.show(f"{target}: the hashes of {len(found.hashes)} files, to be read by {readers}")
+
+
+def _verify_trunk(args):
+    from k3lib.pack import verify_packed
+    from k3lib.results import check_outputs, write_json
+
+    check_outputs(args.model, args.json)
+    checkpoint, names, nbytes = _trunk_of(args.model)
+    with progress_bar(nbytes, "B", desc="comparing", unit_scale=True) as bar:
+        wrong = verify_packed(checkpoint, names, args.trunk, args.show, bar.update)
+    found = {"model": args.model, "trunk": args.trunk, "tensors": len(names), "bytes": nbytes, "damaged": wrong}
+    if args.json is not None:
+        write_json(args.json, found)
+    if wrong:
+        more = " ..." * (len(wrong) > 1)
+        raise CheckpointError(f"{len(wrong)} damaged: {next(iter(wrong.values()))}{more}: pack this checkpoint again")
+    args.show(f"{args.trunk}: {len(names)} tensors of {shown_size(nbytes)}, each byte equal to {args.model}'s")
+
+
+def _trunk_of(model):
+    "The checkpoint, the names of its trunk's tensors, and their bytes. Raises what `load` raises."
+    from k3lib.checkpoint import Checkpoint
+    from k3lib.tensors import check_tensors, forward_order
+
+    config, checkpoint = read_config(model), Checkpoint(model)
+    check_tensors(config, checkpoint)
+    names = list(forward_order(config))
+    return checkpoint, names, sum(checkpoint.extent(name).nbytes for name in names)
 
 
 def pack_trunk(path: str | os.PathLike, folder: str | os.PathLike) -> str:
@@ -314,27 +172,24 @@ def pack_trunk(path: str | os.PathLike, folder: str | os.PathLike) -> str:
     Returns a line that says what was done. Raises what `load` and `pack` raise, UsageError if `folder` is a file or
     lies in the model's own folder, and Interrupted.
     """
-    from k3lib.checkpoint import Checkpoint
     from k3lib.pack import pack
-    from k3lib.tensors import check_tensors, forward_order
+    from k3lib.run import Interrupted
 
-    config, checkpoint, folder = read_config(path), Checkpoint(path), Path(folder)
+    (checkpoint, names, nbytes), folder = _trunk_of(path), Path(folder)
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder}: is a file, but the packed trunk needs a folder")
     if checkpoint.path.resolve() in (folder.resolve(), *folder.resolve().parents):
         raise UsageError(f"{folder}: lies in the model's own folder, which is never written to")
-    check_tensors(config, checkpoint)
-    names, found, began = list(forward_order(config)), len(_shards(folder)), time.perf_counter()
-    nbytes = sum(checkpoint.extent(name).nbytes for name in names)
+    began = time.perf_counter()
     try:
         with progress_bar(nbytes, "B", desc="packing", unit_scale=True) as bar:
-            pack(checkpoint, names, folder, bar.update)
+            written = pack(checkpoint, names, folder, bar.update)
     except KeyboardInterrupt:
         done = f"with {len(_shards(folder))} files in {folder}"
         raise Interrupted(f"{done}: the same command goes on from there") from None
     seconds, files = time.perf_counter() - began, [file.stat() for file in _shards(folder)]
     sizes = shown_size(sum(file.st_size for file in files)), shown_size(sum(disk_bytes(file) for file in files))
-    counts = f"{len(files) - found} written and {found} found, all compared with {path}, in {seconds:.1f} s"
+    counts = f"{written} written and {len(files) - written} found, all compared with {path}, in {seconds:.1f} s"
     return f"{folder}: {len(files)} files of {sizes[0]}, {sizes[1]} on disk; {counts}"
 
 
@@ -343,16 +198,14 @@ def _shards(folder):
 
 
 def _pack(args):
-    _say(pack_trunk(args.model, args.folder))
+    args.show(pack_trunk(args.model, args.folder))
 
 
 def _synth(args):
-    from functools import partial
-
     from k3lib.synth import synth
 
-    progress = partial(print, file=sys.stderr, flush=True)
-    _say(synth(args.folder, args.preset, args.seed, args.layers, args.experts, args.vocab, progress=progress))
+    made = synth(args.folder, args.preset, args.seed, args.layers, args.experts, args.vocab, progress=complain)
+    args.show(str(made))
 
 
 # Arguments
@@ -379,8 +232,9 @@ def _add_run(parser):
 def _add_decode(parser):
     parser.add_argument("model", help="folder of the checkpoint")
     _add_run(parser)
-    _option(parser, "--json", "FILE", "write the report as JSON")
-    _option(parser, "--logits", "FILE.npy", "write every step's logits, float32 [steps, vocab]")
+    _option(parser, "--json", "FILE", "write the report as JSON, at the end; also of a run that ends early")
+    logits = "write every step's logits, float32 [steps, vocab]; until the run ends they are in"
+    _option(parser, "--logits", "FILE", f"{logits} FILE.PID.part, which can be read at any moment")
 
 
 def _add_trace(parser):
@@ -388,7 +242,7 @@ def _add_trace(parser):
     parser.add_argument("model", nargs="?", help=folder)
     _option(_add_run(parser), "--replay", "FILE", "print hit rate against capacity for a trace, and decode nothing")
     pairs = "pairs of little-endian uint32, layer and expert, in the order of the requests"
-    _option(parser, "--out", "FILE", f"write the trace: {pairs}")
+    _option(parser, "--out", "FILE", f"write the trace: {pairs}; until the run ends it is in FILE.PID.part")
 
 
 def _add_plan(parser):
@@ -411,6 +265,8 @@ def _add_verify(parser):
     _option(which, "--manifest", "FILE", f"a sha256sum file of the model's files ({beside}, if there is one)")
     written = f"hash every file and, if nothing is damaged, write such a file ({beside})"
     which.add_argument("--write-manifest", metavar="FILE", nargs="?", const=True, help=written)
+    packed = "compare, instead, each byte of a folder that `k3 pack` has filled with the model that it was packed from"
+    _option(which, "--trunk", "DIR", packed)
     _option(parser, "--json", "FILE", "write the result as JSON")
 
 
@@ -440,8 +296,24 @@ COMMANDS: dict[str, tuple[Callable, Callable, str]] = {  # name: (its arguments,
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    "A parser whose help and whose refusals appear whatever the output can encode."
+
+    def print_help(self, file=None):
+        display = Display(goes_on=False)
+        try:
+            display(self.format_help(), end="")
+        except OutputLost as error:
+            complain(f"{self.prog}: {error}")
+            self.exit(1)
+
+    def error(self, message):
+        complain(f"{self.format_usage()}{self.prog}: error: {message}")
+        self.exit(2)
+
+
 def _parser():
-    parser = argparse.ArgumentParser(prog="k3", description="Kimi K3, decoded under the memory budget you choose.")
+    parser = _Parser(prog="k3", description="Kimi K3, decoded under the memory budget you choose.")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (add_arguments, run, text) in COMMANDS.items():
@@ -454,19 +326,20 @@ def _parser():
 # Signals
 
 STOPPING = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-GRACE = 1.4  # seconds from a signal to the end of the process, whatever it is doing
+GRACE = 1.4  # seconds from a signal to the end of the process, whatever it is doing but saving
+SAVING = 60  # seconds more for what the run has made to be saved
 _received: list[int] = []  # the signals that this command has received
 _raises = False  # whether a signal raises KeyboardInterrupt: only while a command runs, where it is caught
 
 
 @contextlib.contextmanager
-def _stopping(command) -> Iterator[list[int]]:
+def _stopping(args) -> Iterator[list[int]]:
     """Listen to SIGINT and SIGTERM: the first one is written down, later ones do nothing. Yields the list that
     holds it.
 
     Python runs a signal's handler between two instructions of the main thread. During a read that stalls or a kernel
     that runs long there is no such moment. So a thread is told of the signal too, through a pipe, and ends the process
-    if it is still alive after GRACE seconds.
+    if it is still alive after GRACE seconds. While results are being saved it waits for up to SAVING seconds more.
     """
     _received.clear()
     reader, writer = os.pipe()
@@ -475,8 +348,9 @@ def _stopping(command) -> Iterator[list[int]]:
     heard = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, _receive) for number in heard}
     others = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    watcher = threading.Thread(target=_end_late, args=(command, reader), name="k3-signals", daemon=True)
-    watcher.start()
+    watcher = threading.Thread(target=_end_late, args=(args, reader), name="k3-signals", daemon=True)
+    with contextlib.suppress(RuntimeError):  # no thread can be started: the plan refuses a run for that, in words
+        watcher.start()
     try:
         yield _received
     finally:
@@ -484,7 +358,8 @@ def _stopping(command) -> Iterator[list[int]]:
         signal.set_wakeup_fd(others)
         if not _received:  # otherwise the watcher stays, in case the end of the process takes long
             os.write(writer, b"\0")
-            watcher.join()
+            if watcher.ident is not None:
+                watcher.join()
             os.close(reader)
             os.close(writer)
         for number, handler in before.items():
@@ -515,22 +390,42 @@ def _run_until_signal(args):
         _raises = False
 
 
-def _end_late(command, reader):
+def _end_late(args, reader):
     "The watching thread: read a signal's number from the pipe, then end the process after GRACE seconds; 0 ends it."
     number = os.read(reader, 1)[0]
     if number:
         time.sleep(GRACE)
+        kept = _kept(getattr(args, "results", None))
+        line = f"k3 {args.command}: {STOPPING[number]} in the middle of a read or a product that did not end{kept}"
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            line = f"k3 {command}: {STOPPING[number]} in the middle of a read or a product that did not end\n"
-            os.write(sys.stderr.fileno(), line.encode())
+            os.write(sys.stderr.fileno(), f"{line}\n".encode(errors="backslashreplace"))
         os._exit(128 + number)
+
+
+def _kept(results):
+    """Wait while the main thread saves `results`. If it does not, save them here. Returns what the files hold.
+
+    A disk that does not answer may hold up either, but not the end of the process.
+    """
+    end = time.monotonic() + SAVING
+    if results is None:
+        return ""
+    if results.saving:
+        while results.saving and time.monotonic() < end:
+            time.sleep(0.1)
+        time.sleep(GRACE)  # in which the main thread ends the process
+    said = []
+    saver = threading.Thread(target=lambda: said.extend(results.keep()), name="k3-saving", daemon=True)
+    saver.start()
+    saver.join(max(0, end - time.monotonic()))
+    return "".join(f"; {line}" for line in said)
 
 
 def _hook_without_lost_signals(hook):
     """sys.unraisablehook that is silent about a signal's KeyboardInterrupt.
 
-    A library drops an exception that is raised in its callback. The next _say raises this one again, so it need not be
-    shown.
+    A library drops an exception that is raised in its callback. What shows the next line raises this one again, so it
+    need not be shown.
     """
 
     def shown(unraisable):
@@ -552,36 +447,64 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if threading.current_thread() is not threading.main_thread():
         return _main(args, args.run, [])
-    with _stopping(args.command) as received:
+    with _stopping(args) as received:
         return _main(args, _run_until_signal, received)
+
+
+FILES = ("json", "logits", "out", "write_manifest", "folder")  # arguments that name what a command makes
 
 
 def _main(args, run, received):
     "The exit code of run(args). What went wrong is one line on stderr."
+    display = Display(goes_on=any(getattr(args, name, None) is not None for name in FILES))
+    args.show = _heeding_signals(display)
     try:
-        if sys.stdout is None:  # closed by the caller: print would lose the answer without a word
-            raise OutputLost("standard output is closed")
+        display.check()
         if getattr(args, "model", None) == "":  # an empty path is the current folder
-            raise FileNotFoundError("MODEL is empty, expected a folder")
+            raise MissingFile("MODEL is empty, expected a folder")
         run(args)
+        display.end()
         return 0
     except (Exception, KeyboardInterrupt) as error:
         if args.debug and not received:
             raise
         code, text = _outcome(error, received)
-        if sys.stderr is not None:
-            print(f"k3 {args.command}: {text}", file=sys.stderr)
+        complain(f"k3 {args.command}: {text}")
         return code
+
+
+def _heeding_signals(display):
+    "`display`, which raises KeyboardInterrupt if a signal came and a library dropped its exception."
+
+    def show(text, end="\n"):
+        if _received:
+            raise KeyboardInterrupt
+        display(text, end)
+
+    return show
 
 
 def _outcome(error, received):
     "(exit code, one line) for what ended a command."
+    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    if isinstance(error, FileNotFoundError) and _folder_is_gone():
+        notes = f"; the current folder has been removed{notes}"
     if received or isinstance(error, KeyboardInterrupt):  # an interrupted import may raise any other exception
         number = received[0] if received else signal.SIGINT
-        done = f" {error}" if isinstance(error, Interrupted) else ""
-        return 128 + number, STOPPING[number] + done
+        done = f" {error}" if isinstance(error, KeyboardInterrupt) and str(error) else ""
+        return 128 + number, STOPPING[number] + done + notes
     if isinstance(error, K3Error):
-        return error.exit_code, str(error)
+        return error.exit_code, f"{error}{notes}"
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-        return 2, str(error)
-    return 1, f"{type(error).__name__}: {error}"
+        return 2, f"{error}{notes}"
+    text = str(error) or "this process can have no more memory" * isinstance(error, MemoryError)
+    return 1, f"{type(error).__name__}: {text}{notes}"
+
+
+def _folder_is_gone():
+    "Has the current folder been removed? Then what asks for its name fails, and that error names no file."
+    try:
+        os.getcwd()
+        return False
+    except OSError:
+        return True

@@ -7,10 +7,9 @@ import json
 import os
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from k3lib.fileio import UsageError, json_object, small_file
+from k3lib.fileio import MissingFile, UsageError, given_path, json_object, small_file
 
 
 class ConfigError(UsageError):
@@ -36,11 +35,15 @@ def load_json(path: str | os.PathLike[str]) -> dict:
 
 @dataclass
 class Reading:
-    "A config tree and the faults found in it: `missing` fields and `wrong` values, so that one message names them all."
+    """A config tree and the faults found in it: `missing` fields, `wrong` values, so that one message names them all.
+
+    `unusual`: values that are not as usual and that nothing is computed from.
+    """
 
     tree: dict
     missing: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    unusual: list[str] = field(default_factory=list)
 
     def get(self, path: str) -> Any:
         "The value at a dotted path, or None if it or an object above it is absent."
@@ -64,6 +67,10 @@ class Reading:
     def expect(self, path: str, found: object, expected: str) -> None:
         "Record a fault at `path`: the value found, and what was expected."
         self.wrong.append(f"{path} is {shown(found)}, expected {expected}")
+
+    def odd(self, path: str, found: object, usual: str) -> None:
+        "Record a value at `path` that is not as usual and that nothing is computed from."
+        self.unusual.append(f"{path} is {shown(found)}, not {usual}")
 
     def whole(self, path: str, low: int, high: int) -> int | None:
         "The integer at `path`, within low..high; true, 4.0 and \"4\" are not integers."
@@ -143,11 +150,7 @@ FIXED = {  # key in text_config: its only value that is implemented
 }
 
 
-FIXED_IF_GIVEN = {  # as FIXED, but the field may be absent
-    "moe_layer_freq": 1,
-    "num_nextn_predict_layers": 0,
-    "topk_method": "noaux_tc",
-}
+FIXED_IF_GIVEN = {"topk_method": "noaux_tc"}  # as FIXED, but the field may be absent
 
 
 def check_widths(r: Reading, n: dict[str, Any]) -> None:
@@ -161,40 +164,74 @@ def check_widths(r: Reading, n: dict[str, Any]) -> None:
             r.expect(text + name, n[name], f"at most {of} = {n[of]}")
     heads, shared = n["num_attention_heads"], r.get(text + "num_key_value_heads")
     if None not in (heads, shared) and shared != heads:
-        r.expect(text + "num_key_value_heads", shared, f"num_attention_heads = {heads}")
+        r.odd(text + "num_key_value_heads", shared, f"num_attention_heads = {heads}")
+
+
+def check_moe_layers(r: Reading, layers: int | None, first: int | None) -> None:
+    """Record a fault unless `moe_layer_freq` is absent or says that every layer from `first` on has experts.
+
+    It is 1, or a list of 0 and 1, one for each of `layers` layers or more.
+    """
+    path = "text_config.moe_layer_freq"
+    found = r.get(path)
+    if isinstance(found, list) and layers is not None and first is not None:
+        if len(found) < layers or any(type(n) is not int or n not in (L >= first, 1) for L, n in enumerate(found)):
+            r.expect(path, found, f"1 for each layer from {first} on, the only value implemented")
+    else:
+        r.fixed(path, 1)
+
+
+# The experts must be declared as MXFP4. The declaration may stand in `text_config`, at the top, or in both places.
 
 
 def check_quantization(r: Reading) -> None:
     "Record a fault unless the experts are declared as MXFP4: 4-bit floats in groups of 32."
-    path, quantization = r.either("quantization_config", needed=True)
-    if quantization is None:
-        return
-    r.need(f"{path}.format")
-    r.fixed(f"{path}.format", "mxfp4-pack-quantized")
-    groups = r.need(f"{path}.config_groups")
-    if groups is not None and not (isinstance(groups, dict) and groups):
-        r.expect(f"{path}.config_groups", groups, "an object with at least one group")
-    want = {"num_bits": 4, "group_size": 32, "type": "float"}
-    for group in groups.values() if isinstance(groups, dict) else ():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        found = {key: weights.get(key) for key in want} if isinstance(weights, dict) else weights
-        if found != want:
-            r.expect(f"{path}.config_groups.*.weights", found, shown(want))
+    paths = [path for path in ("quantization_config", "text_config.quantization_config") if r.get(path) is not None]
+    if not paths:
+        r.need("text_config.quantization_config")
+    for path in paths:
+        r.need(f"{path}.format")
+        r.fixed(f"{path}.format", "mxfp4-pack-quantized")
+        groups = r.need(f"{path}.config_groups")
+        if groups is not None and not (isinstance(groups, dict) and groups):
+            r.expect(f"{path}.config_groups", groups, "an object with at least one group")
+        want = {"num_bits": 4, "group_size": 32, "type": "float"}
+        for group in groups.values() if isinstance(groups, dict) else ():
+            weights = group.get("weights") if isinstance(group, dict) else None
+            found = {key: weights.get(key) for key in want} if isinstance(weights, dict) else weights
+            if found != want:
+                r.expect(f"{path}.config_groups.*.weights", found, shown(want))
 
 
 def read_token_ids(r: Reading, vocab: int | None) -> dict[str, Any]:
     "bos, eos (a tuple: the field may be a list) and pad id, each optional, each below `vocab`."
-    (bos_path, bos), (eos_path, eos), (pad_path, pad) = (r.either(f"{x}_token_id") for x in ("bos", "eos", "pad"))
+    def is_id(i):
+        return vocab is None or type(i) is int and 0 <= i < vocab
+
+    expected = f"a token id in 0..{(vocab or 1) - 1:,}"
+    eos_path, eos = r.either("eos_token_id")
     eos = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-    given = [(path, i) for path, i in ((bos_path, bos), (pad_path, pad)) if i is not None]
-    for path, i in given + [(eos_path, i) for i in eos]:
-        if vocab is not None and not (type(i) is int and 0 <= i < vocab):
-            r.expect(path, i, f"a token id in 0..{vocab - 1:,}")
-    return {"bos_token_id": bos, "eos_token_ids": eos, "pad_token_id": pad}
+    for i in eos:
+        if not is_id(i):
+            r.expect(eos_path, i, expected)
+    found: dict[str, Any] = {"eos_token_ids": eos}
+    for name in "bos_token_id", "pad_token_id":
+        given = [path for path in (f"text_config.{name}", name) if r.get(path) is not None]
+        good = [path for path in given if is_id(r.get(path))]
+        for path in given:
+            if path not in good:
+                r.odd(path, r.get(path), expected)
+            elif r.get(path) != r.get(good[0]):
+                r.odd(path, r.get(path), f"{r.get(good[0])} as in {good[0]}")
+        found[name] = r.get(good[0]) if good else None
+    return found
 
 
-def read_layer_lists(r: Reading, layers: int | None) -> tuple[frozenset[int], frozenset[int]]:
-    "The KDA and MLA layers as sets that count from 0. The lists count from 1; each of 1..layers must be in one, once."
+def read_layer_lists(r: Reading, layers: int | None, more: int = 0) -> tuple[frozenset[int], frozenset[int]]:
+    """The KDA and MLA layers as sets that count from 0.
+
+    The lists count from 1. Each of 1..layers must be in one list, once; the `more` layers after them may be.
+    """
     lists = {}
     for name in ("kda_layers", "full_attn_layers"):
         path = f"text_config.linear_attn_config.{name}"
@@ -205,6 +242,7 @@ def read_layer_lists(r: Reading, layers: int | None) -> tuple[frozenset[int], fr
             r.expect(path, value, "a list of integers")
     if len(lists) < 2 or layers is None:
         return frozenset(), frozenset()
+    lists = {name: [i for i in found if not layers < i <= layers + more] for name, found in lists.items()}
     both = lists["kda_layers"] + lists["full_attn_layers"]
     times = Counter(both)
     for fault, found in (
@@ -254,6 +292,8 @@ class Config:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    num_nextn_predict_layers: int = 0  # layers after the others, which greedy decoding does not use
+    unusual: tuple[str, ...] = field(default=(), compare=False)  # a line for each odd value that is not used
 
     def layer_kind(self, L: int) -> str:
         "'kda' or 'mla' for layer L, counted from 0. Raises IndexError if the model has no such layer."
@@ -266,15 +306,18 @@ class Config:
         return L < self.first_k_dense_replace
 
 
+MORE_LAYERS = "num_nextn_predict_layers"
+
+
 def read_config(model_dir: str | os.PathLike[str]) -> Config:
     """The Config in model_dir/config.json.
 
     Raises FileNotFoundError if the folder or the file does not exist, ConfigError with every missing field and every
-    refused value in one line.
+    refused value in one line, UsageError if `model_dir` is no path.
     """
-    folder = Path(model_dir)
+    folder = given_path("model_dir", model_dir)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such model folder")
+        raise MissingFile(f"{folder}: no such model folder")
     path = folder / "config.json"
     r = Reading(load_json(path))
     r.fixed("model_type", "kimi_k3")
@@ -288,21 +331,24 @@ def read_config(model_dir: str | os.PathLike[str]) -> Config:
     r.fixed(r.either("tie_word_embeddings", needed=True)[0], False)
     check_quantization(r)
     check_widths(r, n)
-    n["kda_layers"], n["mla_layers"] = read_layer_lists(r, n["num_hidden_layers"])
+    check_moe_layers(r, n["num_hidden_layers"], n["first_k_dense_replace"])
+    if r.get(f"text_config.{MORE_LAYERS}") is not None:
+        n[MORE_LAYERS] = r.whole(f"text_config.{MORE_LAYERS}", 0, 2**12)
+    n["kda_layers"], n["mla_layers"] = read_layer_lists(r, n["num_hidden_layers"], n.get(MORE_LAYERS) or 0)
     n |= read_token_ids(r, n["vocab_size"])
     missing = [f"missing {', '.join(dict.fromkeys(r.missing))}"] if r.missing else []
     if missing or r.wrong:
         raise ConfigError(f"{path}: {'; '.join(missing + list(dict.fromkeys(r.wrong)))}")
-    return Config(**n)
+    return Config(**n, unusual=tuple(dict.fromkeys(r.unusual)))
 
 
 def is_synthetic(model_dir: str | os.PathLike[str]) -> bool:
     "True if the folder's config.json says that `k3 synth` made its weights."
-    return "synthetic" in load_json(Path(model_dir) / "config.json")
+    return "synthetic" in load_json(given_path("model_dir", model_dir) / "config.json")
 
 
 __all__ = [
     "ConfigError", "shown", "MAX_CONFIG_BYTES", "load_json", "Reading", "INTEGERS", "REALS", "FIXED",
-    "FIXED_IF_GIVEN", "check_widths", "check_quantization", "read_token_ids", "read_layer_lists", "Config",
-    "read_config", "is_synthetic",
+    "FIXED_IF_GIVEN", "check_widths", "check_moe_layers", "check_quantization", "read_token_ids",
+    "read_layer_lists", "Config", "MORE_LAYERS", "read_config", "is_synthetic",
 ]

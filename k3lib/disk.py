@@ -12,11 +12,12 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from k3lib.fileio import MAX_READ, CheckpointError, Fingerprint, fingerprint
+from k3lib.fileio import MAX_READ, CheckpointError, Fingerprint, fingerprint, given_path, read_fault
 from k3lib.header import ARRAY_DTYPES, ITEMSIZE, Extent
 from k3lib.system import forget_pages, has_direct, keep_uncached, open_read, pread, zero_pages
 
@@ -45,12 +46,12 @@ class File:
 
     `access`: "direct", or "buffered: " and the reason. `descriptor`: the descriptor, and whether it reads directly.
     `known`: the fingerprint that the file had when its header was read; None means the one at the first open. Raises
-    CheckpointError if the file cannot be opened or has another fingerprint.
+    CheckpointError if the file cannot be opened or has another fingerprint. Dropping a File closes it.
     """
 
     def __init__(self, path: str, known: Fingerprint | None = None):
-        self.path, self._known, self._lock = path, known, threading.Lock()
-        self._opened: list[int] = []  # all descriptors, open until close()
+        self._opened: list[int] = []  # all descriptors, open until close(); first, because __del__ needs it
+        self.path, self._known, self._lock = str(given_path("path", path)), known, threading.Lock()
         self.descriptor: tuple[int, bool]
         self.access: str
         if not has_direct():
@@ -79,7 +80,7 @@ class File:
             try:
                 self._use(False, f"buffered: {why}")
             except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot be opened: {error.strerror}") from None
+                raise read_fault(f"{self.path}: cannot be opened: {error.strerror}", error) from None
             keep_uncached(self.descriptor[0])
 
     def _compare(self, status):
@@ -102,6 +103,9 @@ class File:
         "Close the descriptors. No read may be under way."
         while self._opened:
             os.close(self._opened.pop())
+
+    def __del__(self) -> None:
+        self.close()
 
     def read(self, buffer: np.ndarray, offset: int, nbytes: int) -> tuple[int, int]:
         """Read `nbytes` at `offset` into `buffer`, a page-aligned uint8 array of at least page_padded(nbytes).
@@ -157,7 +161,7 @@ class Files:
 
     `_lock` guards every change of a field. A report may read the three counts without it. `_under_way` {thread: (path,
     offset, when it began)}: the reads that have begun and not ended. A file is closed only when no other thread has
-    a read under way.
+    a read under way. Dropping a Files closes them too, because a read refers to it until it has ended.
     """
 
     def __init__(self, fingerprints: dict[str, Fingerprint] | None = None):
@@ -168,7 +172,7 @@ class Files:
         self._read_ended = threading.Condition(self._lock)
         self._files: dict[str, File] = {}
         self._under_way: dict[int, tuple[str, int, float]] = {}
-        self._closed, self._over = False, threading.Event()
+        self._closed, self._over = False, SimpleQueue[object]()  # of tokens, each of which ends the watcher
         self._watcher: threading.Thread | None = None
 
     def _begin(self, extent, offset):
@@ -255,7 +259,7 @@ class Files:
                 self._read_ended.wait()
             for file in self._files.values():
                 file.close()
-        self._over.set()
+        self._over.put(None)
         if self._watcher is not None:
             self._watcher.join()
 
@@ -278,14 +282,17 @@ _log = logging.getLogger("k3lib")  # warnings go to stderr unless a program arra
 def _watch(files):
     "Start a thread that warns of stalled reads until `files` is closed or garbage-collected. Returns the thread."
     def run(reference, over):
-        while not over.wait(STALL):
-            alive = reference()
-            if alive is None:
-                return
-            alive.warn_stalled()
-            del alive
+        while True:
+            try:
+                return over.get(timeout=STALL)
+            except Empty:
+                alive = reference()
+                if alive is not None:
+                    alive.warn_stalled()
+                del alive
 
-    thread = threading.Thread(target=run, args=(weakref.ref(files), files._over), name="k3-watch", daemon=True)
+    over = files._over
+    thread = threading.Thread(target=run, args=(weakref.ref(files, over.put), over), name="k3-watch", daemon=True)
     thread.start()
     return thread
 

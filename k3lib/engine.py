@@ -1,20 +1,25 @@
-"""5.22 From a folder to a running model
+"""5.26 From a folder to a running model
 
-Made from book/05_streaming/22_engine.py: edit that, then run `make export`.
+Made from book/05_streaming/26_engine.py: edit that, then run `make export`.
 """
 
 import contextlib
-import dataclasses
+import gc
 import os
+import sys
 import threading
 import time
+import traceback
+import weakref
+from array import array
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 import numpy as np
-from k3lib.parallel import CORES
+from k3lib.parallel import CORES, default_arithmetic
 from k3lib.matmul import NotFinite, bf16_to_float32
-from k3lib.system import peak_bytes, read_call_bytes, return_freed_memory
-from k3lib.fileio import CheckpointError, UsageError
+from k3lib.system import peak_bytes, read_call_bytes, return_freed_memory, trim_freed_memory
+from k3lib.fileio import CheckpointError, K3Error, UsageError, function_argument, given_path, shown_value
 from k3lib.config import Config, is_synthetic, read_config
 from k3lib.tensors import (
     EMBED, check_tensors, expert_name, forward_order, layer_of, part_of, used_entries,
@@ -25,100 +30,26 @@ from k3lib.model import Model, Sequence
 from k3lib.disk import Files, MAX_READERS
 from k3lib.trunk import Trunk
 from k3lib.experts import Experts
-from k3lib.memory import parse_size, shown_size, whole_number
-from k3lib.plan import Plan, make_plan
+from k3lib.memory import parse_size, whole_number
+from k3lib.plan import Plan, PlanError, compile_first, make_plan
 from k3lib.pack import Packed
+from k3lib.report import Report, Step, Steps
 from k3lib.state import load_sequence, model_fingerprint, save_sequence
-from k3lib.tokenizer import Tokenizer, open_tokenizer
+from k3lib.tokenizer import Tokenizer, ids_argument, is_whole, open_tokenizer
 
 
-class Step(NamedTuple):
-    "One generated token: its id, the seconds it took, and the bytes read for it by part."
-    token: int
-    seconds: float
-    bytes_read: dict[str, int]
+OPEN: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # {id: engine} of the engines that are not closed
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
-    "What a model has decoded so far, and the time, memory and reading that it took. All times are in seconds."
-    model: str
-    synthetic: bool
-    threads: int
-    plan: Plan
-    trunk: str | None  # the folder of a packed trunk, or None
-    ids: list[int]
-    step_seconds: list[float]
-    step_bytes: list[dict[str, int]]  # bytes read in each step, by part
-    wall_seconds: float
-    io_wait_seconds: float
-    peak_rss_bytes: int | None
-    bytes_read: dict[str, int]
-    expert_requests: int
-    expert_hits: int
-    files: dict[str, str]  # file name -> how it is read
-    asked_bytes: int  # of the whole pages that the engine's reads transferred
-    kernel_bytes: int | None  # of this process's read calls, as the system counted them; None if it does not
-    read_bytes_per_second: float  # of one reader, while it reads
-
-    @property
-    def compute_seconds(self) -> float:
-        "Seconds of all forward passes, less those in which the arithmetic waited for bytes."
-        return self.wall_seconds - self.io_wait_seconds
-
-    def as_dict(self) -> dict:
-        "Plain data, ready for JSON."
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {**fields, "plan": self.plan.as_dict(), "compute_seconds": self.compute_seconds}
-
-    def text(self) -> str:
-        "The report as a table."
-        rows = [
-            ("model", self.model + " (synthetic weights)" * self.synthetic),
-            ("trunk", "read from the model's own files" if self.trunk is None else f"packed in {self.trunk}"),
-            ("tokens", f"{len(self.ids)} new, {self.threads} threads"),
-            ("seconds a step", self._seconds()),
-            ("wall", f"{self.wall_seconds:.2f} s: {self.compute_seconds:.2f} s computing, "
-                     f"{self.io_wait_seconds:.2f} s waiting for bytes"),
-            ("read", _by_part(self.bytes_read)),
-            ("in the last step", _by_part(self.step_bytes[-1]) if self.step_bytes else "no step yet"),
-            ("read calls", self._read_calls()),
-            ("experts", f"{self.expert_requests} requested, {self.expert_hits} cache hits"),
-            ("files", self._read_modes()),
-            ("peak memory", self._peak()),
-        ]
-        return "\n".join(["report", *(f"  {name:<18}{value}" for name, value in rows)])
-
-    def _seconds(self):
-        first = ", ".join(f"{seconds:.3g}" for seconds in self.step_seconds[:6])
-        return first + ", ..." * (len(self.step_seconds) > 6)
-
-    def _read_calls(self):
-        counted = ("the system keeps no count" if self.kernel_bytes is None
-                   else f"the system counted {shown_size(self.kernel_bytes)}, compiled kernels included")
-        return (f"{shown_size(self.asked_bytes)} in whole pages, {counted}; "
-                f"{shown_size(self.read_bytes_per_second)}/s a reader")
-
-    def _read_modes(self):
-        modes = list(dict.fromkeys(self.files.values()))
-        return "; ".join(f"{list(self.files.values()).count(mode)} {mode}" for mode in modes)
-
-    def _peak(self):
-        if self.peak_rss_bytes is None:
-            return "not told by this system"
-        share = 100 * self.peak_rss_bytes / self.plan.total
-        return f"{shown_size(self.peak_rss_bytes)} ({share:.0f}% of the plan's {shown_size(self.plan.total)})"
-
-
-def _by_part(bytes_read):
-    return ", ".join(f"{part} {shown_size(n)}" for part, n in bytes_read.items())
+class EngineError(K3Error, RuntimeError):
+    "A call that a model cannot serve: it is closed, busy, in another process, or its sequence is incomplete."
 
 
 class Engine:
     """A model that decodes under its plan, and the one sequence that it reads. Made by `load`.
 
     Methods that read or change the sequence run one at a time, in the process that made the engine: a second thread
-    and a forked child get a RuntimeError. After an interrupted pass, all of them but reset() and load_state() raise it.
+    and a forked child get an EngineError. After an interrupted pass, all of them but reset() and load_state() raise it.
 
     `config`, `plan`, `tokenizer` (or None), `stop` (the stop ids, which end a reply). `chunk`: the most tokens of a
     forward pass. `on_layer(L)` is called after every layer of every pass. `steps`: a Step for each generated token.
@@ -132,26 +63,28 @@ class Engine:
         self.chunk, self.context = plan.chunk, plan.context
         self.stop = frozenset(self.config.eos_token_ids) | frozenset(self.tokenizer.stop_ids if self.tokenizer else ())
         self.on_layer: Callable[[int], object] = lambda L: None
-        self.steps: list[Step] = []
+        self.steps = Steps(files.bytes_read)
         self._read_calls_before, self._wall_seconds, self._io_wait_seconds = read_calls_before, 0.0, 0.0
         self._process, self._lock, self._closed = os.getpid(), threading.Lock(), False
         self._moves = 0  # calls that may have changed the sequence
         self._fingerprint: str | None = None
         check_vectors(self.config, trunk, files)
-        self.model = Model(self.config, self._embedding, trunk.weight, experts, threads)
+        row = partial(embedding_row, files, self._extent(EMBED))  # a method would refer to the engine
+        self.model = Model(self.config, row, trunk.weight, experts, threads)
         self.sequence = Sequence(self.config, self.context)
+        OPEN[id(self)] = self
 
     @contextlib.contextmanager
     def _exclusive(self):
-        "Run one call that uses the sequence. RuntimeError in a forked child, after close(), during another call."
+        "Run one call that uses the sequence. EngineError in a forked child, after close(), during another call."
         if os.getpid() != self._process:
-            raise RuntimeError(f"this model belongs to process {self._process}, and a forked process has none of its "
-                               "readers: load a model here")
+            raise EngineError(f"this model belongs to process {self._process}, and a forked process has none of its "
+                              "readers: load a model here")
         if self._closed:
-            raise RuntimeError("this model is closed: load one")
+            raise EngineError("this model is closed: load one")
         if not self._lock.acquire(blocking=False):
-            raise RuntimeError("another call of this model is under way: one at a time, so load a model for each "
-                               "thread")
+            raise EngineError("another call of this model is under way: one at a time, so load a model for each "
+                              "thread")
         try:
             yield
         finally:
@@ -159,8 +92,8 @@ class Engine:
 
     def _check_complete(self):
         if not self.sequence.complete:
-            raise RuntimeError("a forward pass was interrupted, so some layers have read tokens that others have not: "
-                               "reset() or load_state() first")
+            raise EngineError("a forward pass was interrupted, so some layers have read tokens that others have not: "
+                              "reset() or load_state() first")
 
     def prefill(self, ids: Iterable[int] | int) -> np.ndarray:
         "Read `ids`, one or more. Returns logits float32 [vocab] of the last. Raises what forward raises."
@@ -174,22 +107,29 @@ class Engine:
         """Read `ids` after the tokens read so far. Returns logits float32 [T, vocab], or [1, vocab] if `last_only`.
 
         The bits do not depend on `chunk`. `watch(name, layer, value)` is called as Model.forward calls it, a chunk at a
-        time. Raises UsageError for values that are no ids or do not fit the context, CheckpointError for weights that
-        cannot be read or are damaged, and RuntimeError as the class says.
+        time. The plan has room for one row of logits; those of all tokens are memory of the caller. Raises UsageError
+        for values that are no ids or do not fit the context, CheckpointError for weights that cannot be read or are
+        damaged, and EngineError as the class says.
         """
+        function_argument("watch", watch)
+        function_argument("on_layer", self.on_layer)
         with self._exclusive():
             self._moves += 1
             tokens = self._checked(ids)
-            began, waited, rows = time.perf_counter(), self._waited(), []
+            began, waited = time.perf_counter(), self._waited()
+            every = None if last_only else np.empty((len(tokens), self.config.vocab_size), np.float32)
             for first in range(0, len(tokens), self.chunk):
                 chunk = tokens[first:first + self.chunk]
                 wanted = len(chunk) if not last_only else int(first + len(chunk) == len(tokens))
-                rows.append(self._pass(chunk, wanted, watch))
+                rows = self._pass(chunk, wanted, watch)
+                if every is not None:
+                    every[first:first + len(chunk)] = rows
             self.files.check()
             self._wall_seconds += time.perf_counter() - began
             self._io_wait_seconds += self._waited() - waited
-            return rows[-1] if last_only else np.concatenate(rows)
+            return rows if every is None else every
 
+    @default_arithmetic()
     def _pass(self, chunk, wanted, watch):
         "One forward pass: logits float32 [wanted, vocab]."
         def watched(name, L, value):
@@ -208,19 +148,21 @@ class Engine:
         return self.trunk.wait_seconds + self.experts.wait_seconds
 
     def _checked(self, ids):
-        "The ids as a list of int. Raises UsageError for a value that is no id or does not fit, and RuntimeError."
+        "The ids as an array of uint32. Raises UsageError for a value that is no id or does not fit, and EngineError."
         self._check_complete()
-        ids = list(ids) if isinstance(ids, Iterable) and not isinstance(ids, (str, bytes)) else [ids]
-        if not ids:
+        tokens, room = array("I"), self.context - self.position
+        for i in [ids] if is_whole(ids) else ids_argument("ids", ids):
+            if not is_whole(i):
+                raise UsageError(f"ids holds {shown_value(i)} at place {len(tokens)}: whole numbers are needed")
+            check_vocabulary([i], self.config)
+            if len(tokens) == room:
+                count = len(ids) if hasattr(ids, "__len__") else f"more than {room}"
+                raise UsageError(f"{self.position} + {count} positions do not fit the context of {self.context} "
+                                 "this model was loaded for")
+            tokens.append(i)
+        if not tokens:
             raise UsageError("the prompt is empty: at least one token id is needed")
-        for i in ids:
-            if not isinstance(i, (int, np.integer)) or isinstance(i, bool):
-                raise UsageError(f"{i!r} is not a token id: whole numbers are needed")
-        check_vocabulary(ids, self.config)
-        if self.position + len(ids) > self.context:
-            raise UsageError(f"{self.position} + {len(ids)} positions do not fit the context of {self.context} "
-                             "this model was loaded for")
-        return [int(i) for i in ids]
+        return tokens
 
     def generate(self, ids: Iterable[int], max_new_tokens: int = 8,
                  on_logits: Callable[[np.ndarray], object] | None = None) -> Iterator[int]:
@@ -228,15 +170,18 @@ class Engine:
 
         The sequence is reset when the first id is asked for. `on_logits` is called with each step's logits, float32
         [vocab]. An engine has one sequence: if another call has changed it since the last token, this generator ends
-        with a RuntimeError. Raises what forward raises.
+        with an EngineError. Raises UsageError for a wrong argument at once, and later what forward raises.
         """
+        function_argument("on_logits", on_logits)
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 30)
+        return self._generated(ids_argument("ids", ids), max_new_tokens, on_logits)
+
+    def _generated(self, unread, max_new_tokens, on_logits):
         self.reset()
-        unread = ids
         for _ in range(max_new_tokens):
             began, before = time.perf_counter(), dict(self.files.bytes_read)
             logits = self.prefill(unread)
-            token = int(np.argmax(logits))
+            token = most_likely(logits)
             bytes_read = {part: n - before[part] for part, n in self.files.bytes_read.items()}
             self.steps.append(Step(token, time.perf_counter() - began, bytes_read))
             if on_logits is not None:
@@ -246,8 +191,8 @@ class Engine:
             if token in self.stop:
                 return
             if self._moves != moves:
-                raise RuntimeError("the model has begun or read another sequence since the last token: one sequence "
-                                   "at a time")
+                raise EngineError("the model has begun or read another sequence since the last token: one sequence "
+                                  "at a time")
             unread = [token]
 
     @property
@@ -262,7 +207,8 @@ class Engine:
             self.sequence.reset()
 
     def save_state(self, file: str | os.PathLike) -> None:
-        "Write the sequence to `file`, whole or not at all: a safetensors file (5.20). Raises OSError."
+        "Write the sequence to `file`, whole or not at all: a safetensors file (5.20). Raises OSError, UsageError."
+        file = given_path("file", file)
         with self._exclusive():
             self._check_complete()
             save_sequence(file, self.sequence, self._model_fingerprint())
@@ -270,9 +216,10 @@ class Engine:
     def load_state(self, file: str | os.PathLike) -> None:
         """Go on with the sequence that save_state has written to `file`, at any budget, number of threads and context.
 
-        Raises FileNotFoundError; StateError for a file that is damaged, or of another model or version; UsageError if
-        the context is too small. After an error the sequence is unchanged or, as load_sequence says, incomplete.
+        Raises MissingFile; StateError for a file that is damaged, or of another model or version; UsageError if the
+        context is too small. After an error the sequence is unchanged or, as load_sequence says, incomplete.
         """
+        file = given_path("file", file)
         with self._exclusive():
             self._moves += 1
             load_sequence(file, self.sequence, self._model_fingerprint())
@@ -298,6 +245,7 @@ class Engine:
         if os.getpid() != self._process:
             return
         self._closed = True
+        OPEN.pop(id(self), None)
         self.experts.close()
         self.trunk.close()
         self.files.close()
@@ -317,21 +265,11 @@ class Engine:
         return Report(
             model=self.source.path, synthetic=self.source.synthetic, threads=self.threads, plan=self.plan,
             trunk=self.source.trunk_folder,
-            ids=[step.token for step in self.steps], step_seconds=[step.seconds for step in self.steps],
-            step_bytes=[step.bytes_read for step in self.steps],
-            wall_seconds=self._wall_seconds, io_wait_seconds=self._io_wait_seconds,
+            steps=self.steps.snapshot(), wall_seconds=self._wall_seconds, io_wait_seconds=self._io_wait_seconds,
             peak_rss_bytes=peak_bytes(), bytes_read=dict(files.bytes_read),
             expert_requests=self.experts.requests, expert_hits=self.experts.hits, files=files.access(),
             asked_bytes=files.bytes_transferred, kernel_bytes=from_kernel,
             read_bytes_per_second=sum(files.bytes_read.values()) / seconds if seconds else 0.0)
-
-    def _embedding(self, i):
-        "Row i of the embedding, float32 [H]. Raises CheckpointError for a number that is not finite."
-        extent = self._extent(EMBED)
-        row = bf16_to_float32(self.files.array(extent, part_of(EMBED), i, 1)[0])
-        if not np.isfinite(row).all():
-            raise CheckpointError(not_finite_in(self.files, extent, EMBED, i, i + 1))
-        return row
 
     def _cause(self, error):
         "One line on a NotFinite: the damaged number in the rows it names, or the tensor where an activation overflows."
@@ -351,6 +289,12 @@ class Engine:
     def _extent(self, name):
         "Where a tensor is read from: a packed trunk's folder, or the checkpoint's."
         return self.source.trunk.extent(name)
+
+
+@default_arithmetic()
+def most_likely(logits: np.ndarray) -> int:
+    "The id of the largest of `logits`, float32 [vocab]; of equal ones, the first."
+    return int(np.argmax(logits))
 
 
 def check_vocabulary(ids: Iterable[int], config: Config) -> None:
@@ -382,6 +326,14 @@ def check_vectors(config: Config, trunk: Trunk, files: Files) -> None:
             raise CheckpointError(not_finite_in(files, extent, name, 0, extent.shape[0]))
 
 
+def embedding_row(files: Files, extent: Extent, i: int) -> np.ndarray:
+    "Row i of the embedding at `extent`, float32 [H]. Raises CheckpointError for a number that is not finite."
+    row = bf16_to_float32(files.array(extent, part_of(EMBED), i, 1)[0])
+    if not np.isfinite(row).all():
+        raise CheckpointError(not_finite_in(files, extent, EMBED, i, i + 1))
+    return row
+
+
 class Source(NamedTuple):
     "What is known of a model from config, headers and vocabulary, before any weight is read."
     path: str
@@ -400,8 +352,9 @@ class Source(NamedTuple):
 def open_source(path: str | os.PathLike, trunk: str | os.PathLike | None) -> Source:
     """Read and check a checkpoint's config, headers and vocabulary, and a packed trunk's headers in folder `trunk`.
 
-    Raises ConfigError, CheckpointError, TokenizerError and FileNotFoundError.
+    Raises ConfigError, CheckpointError, TokenizerError, MissingFile, and UsageError for what is no path.
     """
+    path, trunk = given_path("path", path), None if trunk is None else given_path("trunk", trunk)
     config, checkpoint = read_config(path), Checkpoint(path)
     check_tensors(config, checkpoint)
     read_from = checkpoint if trunk is None else Packed(checkpoint, forward_order(config), trunk)
@@ -409,6 +362,7 @@ def open_source(path: str | os.PathLike, trunk: str | os.PathLike | None) -> Sou
                   None if trunk is None else str(trunk))
 
 
+@default_arithmetic()
 def start(source: Source, plan: Plan, threads: int, progress: Callable[[int], object] | None) -> Engine:
     "Read the tensors that stay in memory, start the readers, and return the Engine that owns both."
     with contextlib.ExitStack() as opened:
@@ -423,6 +377,39 @@ def start(source: Source, plan: Plan, threads: int, progress: Callable[[int], ob
         return engine
 
 
+def free_dropped_models() -> None:
+    "Free the models that nobody uses any more, and give their memory back to the system."
+    error = getattr(sys, "last_value", None)  # what an interactive session keeps of the last error that it showed
+    while isinstance(error, BaseException):
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_globals.get("__name__", "").startswith("k3lib."):
+                with contextlib.suppress(RuntimeError):  # a function that still runs
+                    frame.clear()
+                    _ = frame.f_locals  # empties the copy that a debugger has asked for
+        error = error.__context__
+    if OPEN:
+        gc.collect()
+    return_freed_memory()
+    trim_freed_memory()
+
+
+def still_open() -> str:
+    "For a message: which models are open in this process, and what to do about it; '' if none is."
+    engines = [engine for reference in OPEN.valuerefs() if (engine := reference()) is not None]
+    folders = sorted(engine.source.path for engine in engines if engine._process == os.getpid())
+    return f"; part of that are models that are still open, {', '.join(folders)}: close() them first" if folders else ""
+
+
+def budget_argument(ram: str | int) -> int:
+    "Bytes of the budget `ram`, a whole number or text. Raises UsageError."
+    if not isinstance(ram, str):
+        return whole_number("ram", ram, 1, 1 << 62)
+    try:
+        return parse_size(ram)
+    except UsageError as error:
+        raise UsageError(f"ram: {error}") from None
+
+
 def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLike | None = None,
          threads: int | None = None, *, context: int = 1024, prompt_tokens: int | None = None,
          readers: int | None = None, on_plan: Callable[[Plan], object] | None = None,
@@ -430,31 +417,43 @@ def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLi
     """An Engine that decodes the checkpoint in folder `path`.
 
     `ram`: the most memory that this process may hold, in bytes or as text ("8GB", "1GiB"). The memory that the process
-    already holds is part of it, that of other models included. Two loads at the same time do not see each other's
-    plans. `context`: positions for which there is room. `prompt_tokens`: the longest prompt, if known; a prefill chunk
-    is never longer. `trunk`: a folder that `k3 pack` has filled from this checkpoint; the trunk is read from there.
+    already holds is part of it, that of other models included. Models that nobody refers to are freed before. Two loads
+    at the same time do not see each other's plans. `context`: positions for which there is room. `prompt_tokens`: the
+    longest prompt, if known; a prefill chunk is never longer. `trunk`: a folder that `k3 pack` has filled from this
+    checkpoint; the trunk is read from there.
 
     `threads`: threads of arithmetic, all cores if None. `readers`: threads that read, never fewer than `threads`;
     `k3 plan --measure` says how many the device can use. `on_plan(plan)` is called before anything large is allocated,
     `progress(nbytes)` after each tensor that is pinned.
 
-    Raises ConfigError, CheckpointError, TokenizerError, PlanError, UsageError and FileNotFoundError.
+    A path is a str or an os.PathLike of one; bytes are none. Raises ConfigError, CheckpointError, TokenizerError,
+    PlanError, UsageError and MissingFile, each of which is a K3Error.
     """
-    return_freed_memory()
-    budget = parse_size(ram)
+    path, trunk = given_path("path", path), None if trunk is None else given_path("trunk", trunk)
+    function_argument("on_plan", on_plan)
+    function_argument("progress", progress)
+    free_dropped_models()
+    budget = budget_argument(ram)
     threads = CORES if threads is None else whole_number("threads", threads, 1, CORES)
     readers = None if readers is None else whole_number("readers", readers, 1, MAX_READERS)
     prompt_tokens = None if prompt_tokens is None else whole_number("prompt_tokens", prompt_tokens, 1, 1 << 30)
     context = whole_number("context", context, 1, 1 << 30)
     source = open_source(path, trunk)
-    plan = make_plan(source.config, source.checkpoint, budget, context, trunk=source.trunk, prompt_tokens=prompt_tokens,
-                     threads=threads, readers=readers)
+    planned = partial(make_plan, source.config, source.checkpoint, budget, context, trunk=source.trunk,
+                      prompt_tokens=prompt_tokens, threads=threads, readers=readers)
+    try:
+        plan = planned()
+        if compile_first():
+            plan = planned()
+    except PlanError as error:
+        raise PlanError(error.least, f"{error}{still_open()}") from None
     if on_plan is not None:
         on_plan(plan)
     return start(source, plan, threads, progress)
 
 
 __all__ = [
-    "Step", "Report", "Engine", "check_vocabulary", "not_finite_in", "check_vectors", "Source", "open_source",
-    "start", "load",
+    "OPEN", "EngineError", "Engine", "most_likely", "check_vocabulary", "not_finite_in", "check_vectors",
+    "embedding_row", "Source", "open_source", "start", "free_dropped_models", "still_open", "budget_argument",
+    "load",
 ]

@@ -5,6 +5,7 @@ Made from book/05_streaming/16_experts.py: edit that, then run `make export`.
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -111,24 +112,16 @@ class RequestedExpert:
         self.expert: Expert | None = None
 
 
-class LayerExperts:
-    """The experts of layer `number`: those that are cached, and the methods that moe_layer calls.
+class KeptExperts:
+    """What layer `number` keeps of its experts.
 
     `cache` says which experts are to be cached. `slots` is the memory for them. `cached` {e: RequestedExpert} holds
     those that have a slot.
     """
 
-    def __init__(self, experts: "Experts", number: int, cache: AgingCache, slots: list[np.ndarray]):
-        self.experts, self.number, self.cache, self.slots = experts, number, cache, slots
+    def __init__(self, number: int, cache: AgingCache, slots: list[np.ndarray]):
+        self.number, self.cache, self.slots = number, cache, slots
         self.cached: dict[int, RequestedExpert] = {}
-
-    def request(self, ids: list[int]) -> None:
-        "Say which experts the next map() is for, each named once. Reading begins now if slots hold whole experts."
-        self.experts.request(self, [int(e) for e in ids])
-
-    def map(self, work: Callable[[int, Expert], None], threads: int) -> None:
-        "Call work(expert id, expert) once for each requested expert, on readers, in any order, several at a time."
-        self.experts.map(work, max_concurrent_blocks(threads))
 
     def choose(self, ids: list[int]) -> list[RequestedExpert]:
         """Let the cache choose for a request of `ids`: a RequestedExpert for each, with its expert if that is a hit.
@@ -150,31 +143,58 @@ class LayerExperts:
         return [self.cached.get(e) or new[e] for e in ids]
 
 
+class LayerExperts:
+    "The experts of one layer, with the methods that moe_layer calls. `kept`: what the layer keeps."
+
+    def __init__(self, experts: "Experts", kept: KeptExperts):
+        self.experts, self.kept = experts, kept
+
+    def request(self, ids: list[int]) -> None:
+        "Say which experts the next map() is for, each named once. Reading begins now if slots hold whole experts."
+        self.experts.request(self.kept, [int(e) for e in ids])
+
+    def map(self, work: Callable[[int, Expert], None], threads: int) -> None:
+        "Call work(expert id, expert) once for each requested expert, on readers, in any order, several at a time."
+        self.experts.map(work, max_concurrent_blocks(threads))
+
+
+def read_requested(files: Files, extents: Callable[[int, int], list[Extent]], requested: RequestedExpert,
+                   buffer: np.ndarray) -> Expert:
+    "Read an expert whole into `buffer`: its own slot, or one that the pool lends. Raises CheckpointError."
+    expert = read_expert(files, extents(requested.layer, requested.e), buffer)
+    if requested.slot is not None:
+        requested.expert = expert
+    return expert
+
+
 class Experts:
     """Routed experts in the memory that `layout` gives them. Used by one thread, one request at a time.
 
     extents(layer, e): the six extents of an expert, packed weights and scales of w1, of w2, of w3. All experts have one
     shape. A request takes the place of the one before. `requests`, `hits`: how many experts were requested, and how
-    many of them were cached before their request. `trace`: None, or a list that receives (layer, e) of every request.
+    many of them were cached before their request. `on_request(layer, ids)` is called with every request.
 
     Between calls `_cached` and `_missing` are the hits and the other experts of the last request, and `_answered` says
     whether map() was called for it. A reader sets the `expert` of the RequestedExpert that it works on. The calling
     thread reads that field only while the pool has no job.
+
+    Dropping Experts ends their readers, as close() does, without waiting for them.
     """
 
     def __init__(self, layout: ExpertLayout, extents: Callable[[int, int], list[Extent]], files: Files):
         self.layout, self.extents, self.files = layout, extents, files
         self.requests = self.hits = 0
-        self.trace: list[tuple[int, int]] | None = None
+        self.on_request: Callable[[int, list[int]], object] = lambda layer, ids: None
         self._cached: list[tuple[RequestedExpert, Expert]] = []
         self._missing: list[RequestedExpert] = []
         self._answered = True
         caches = LayerCaches(layout.layers, layout.cached)
-        self._layers = {number: LayerExperts(self, number, caches[number], self._slots(caches[number].capacity))
-                        for number in layout.layers}
+        self._kept = {number: KeptExperts(number, caches[number], self._slots(caches[number].capacity))
+                      for number in layout.layers}
         lent = self._slots(layout.slots.count - layout.cached)
         read_ahead = layout.slots.count if layout.whole else 0
-        self._pool = Prefetcher(self._read, lent, layout.readers, read_ahead, "experts",
+        read = partial(read_requested, files, extents)
+        self._pool = Prefetcher(read, lent, layout.readers, read_ahead, "experts",
                                 memory=lambda requested: requested.slot) if layout.slots.count else None
 
     def _slots(self, count):
@@ -183,9 +203,9 @@ class Experts:
 
     def layer(self, number: int) -> LayerExperts:
         "The experts of one layer."
-        return self._layers[number]
+        return LayerExperts(self, self._kept[number])
 
-    def request(self, layer: LayerExperts, ids: list[int]) -> None:
+    def request(self, layer: KeptExperts, ids: list[int]) -> None:
         """Begin a request of experts `ids` of a layer, and count its hits.
 
         Waits until the reads of the request before have ended. Raises ValueError for an expert that is named twice, and
@@ -203,8 +223,7 @@ class Experts:
             self._pool.restart(self._missing)  # reading begins
         self.requests += len(ids)
         self.hits += len(self._cached)
-        if self.trace is not None:
-            self.trace += [(layer.number, e) for e in ids]
+        self.on_request(layer.number, ids)
         self._answered = False
 
     @property
@@ -216,7 +235,7 @@ class Experts:
         "End the readers and give the memory back. A thread that waits for an expert gets a RuntimeError."
         if self._pool:
             self._pool.close()
-        self._layers, self._cached, self._missing = {}, [], []
+        self._kept, self._cached, self._missing = {}, [], []
 
     def map(self, work: Callable[[int, Expert], None], limit: int) -> None:
         """Have the readers call work(expert id, expert) on each requested expert, at most `limit` at a time.
@@ -241,17 +260,11 @@ class Experts:
         if self._pool is not None:
             self._pool.map_blocks(self._missing, use, stream, limit, self._cached)
 
-    def _read(self, requested, buffer):
-        "Read an expert whole into `buffer`: its own slot, or one that the pool lends."
-        expert = read_expert(self.files, self.extents(requested.layer, requested.e), buffer)
-        if requested.slot is not None:
-            requested.expert = expert
-        return expert
-
     def _stream(self, requested, buffer, use):
         "Read and use an expert that has not been read ahead. Returns the processor seconds of its products."
         if requested.slot is not None:
-            expert, began = self._read(requested, requested.slot), time.thread_time()
+            expert = read_requested(self.files, self.extents, requested, requested.slot)
+            began = time.thread_time()
             use(requested, expert)
             return time.thread_time() - began
         expert = streaming_expert(self.files, self.extents(requested.layer, requested.e), buffer)
@@ -260,6 +273,6 @@ class Experts:
 
 
 __all__ = [
-    "adjacent_runs", "read_expert", "StreamedPackedMatrix", "streaming_expert", "RequestedExpert", "LayerExperts",
-    "Experts",
+    "adjacent_runs", "read_expert", "StreamedPackedMatrix", "streaming_expert", "RequestedExpert", "KeptExperts",
+    "LayerExperts", "read_requested", "Experts",
 ]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from k3lib.system import machine_free_bytes
+from k3lib.system import machine_free, resident_bytes, system_fields, system_lines, system_number
 from k3lib.fileio import UsageError, shown_value
 
 
@@ -35,9 +35,10 @@ def whole_number(name: str, value: Any, low: int, high: int) -> int:
     "`value` as an int from `low` to `high`. Raises UsageError, which says `name`, what was found and what is expected."
     try:
         number = int(value)
+        exact = isinstance(value, str) or value == number and not isinstance(value, bool)
     except (TypeError, ValueError, OverflowError):
-        number = None
-    if number is None or isinstance(value, float) and value != number or not low <= number <= high:
+        exact = False
+    if not exact or not low <= number <= high:
         raise UsageError(f"{name} is {shown_value(value)}: a whole number from {low} to {high} is needed")
     return number
 
@@ -51,46 +52,49 @@ CGROUPS = {
 
 
 def _group_free(group, version):
-    "Free bytes of the cgroup in folder `group`, or None if it has no limit or cannot be read."
+    "(free bytes of the cgroup in folder `group`, or None if it has no limit; what stands in for its usage, or '')."
     _, limit_file, usage_file, inactive = CGROUPS[version]
-    try:
-        limit, usage = ((group / name).read_text().strip() for name in (limit_file, usage_file))
-        stat = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
-    except OSError:
-        return None
-    return None if limit == "max" else int(limit) - int(usage) + int(stat.get(inactive, 0))
+    limit, usage = (system_number("".join(system_lines(group / name))) for name in (limit_file, usage_file))
+    if limit is None:
+        return None, ""
+    if usage is None:
+        return limit - (resident_bytes() or 0), f"{group}: no {usage_file}, so what this process holds is its usage"
+    return limit - usage + system_fields(group / "memory.stat").get(inactive, 0), ""
 
 
-def cgroup_free(membership: str | Path = "/proc/self/cgroup", root: str | Path = "/sys/fs/cgroup") -> Iterator[int]:
-    "Free bytes of each memory cgroup that this process is in, the enclosing ones included, if they have a limit."
-    try:
-        lines = Path(membership).read_text().splitlines()
-    except OSError:  # no cgroups here
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+def cgroup_free(membership: str | Path = "/proc/self/cgroup",
+                root: str | Path = "/sys/fs/cgroup") -> Iterator[tuple[int, str]]:
+    """(free bytes, what stands in for the usage or '') of each memory cgroup of this process that has a limit.
+
+    The enclosing groups are included.
+    """
+    for line in system_lines(membership):
+        _, colon, rest = line.partition(":")
+        controllers, slash, path = rest.partition(":/")
+        if not (colon and slash) or controllers and "memory" not in controllers.split(","):
             continue
         version = 1 if controllers else 2
         top = Path(root, CGROUPS[version][0])
-        folder = top / path.lstrip("/")
+        folder = top if ".." in path.split("/") else top / path.lstrip("/")
         for group in (folder, *folder.parents):
-            free = _group_free(group, version)
+            free, note = _group_free(group, version)
             if free is not None:
-                yield free
+                yield max(0, free), note
             if group == top:
                 break
 
 
-def available_bytes() -> int | None:
-    """Bytes that this process can still take: the least of the machine's free memory and its cgroups' free bytes.
+def available() -> tuple[int | None, tuple[str, ...]]:
+    """(bytes that this process can still take, notes on what stands in for numbers that the system does not tell).
 
-    None where the system does not tell.
+    The bytes are the least of the machine's free memory and its cgroups' free bytes; None if none of them is known.
     """
-    free = machine_free_bytes()
-    return None if free is None else min([free, *cgroup_free()])
+    free, stand_in = machine_free()
+    known = [(free, f"free memory of the machine: {stand_in}" * bool(stand_in)), *cgroup_free()]
+    least = min((n for n, _ in known if n is not None), default=None)
+    return least, tuple(dict.fromkeys(note for _, note in known if note))
 
 
 __all__ = [
-    "UNITS", "parse_size", "shown_size", "whole_number", "CGROUPS", "cgroup_free", "available_bytes",
+    "UNITS", "parse_size", "shown_size", "whole_number", "CGROUPS", "cgroup_free", "available",
 ]

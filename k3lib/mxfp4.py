@@ -7,7 +7,7 @@ import numpy as np
 
 
 E2M1 = np.array([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # value of each code
-SCALE = np.array([*np.ldexp(np.float32(1), np.arange(255) - 127), np.nan], np.float32)  # value of each scale byte
+SCALE = np.array([1 << 22, *(e << 23 for e in range(1, 255)), 0x7fc00000], np.uint32).view(np.float32)  # of each byte
 GROUP = 32  # elements that share one scale byte
 
 

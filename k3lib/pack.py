@@ -4,19 +4,22 @@ Made from book/05_streaming/19_pack.py: edit that, then run `make export`.
 """
 
 import errno
+import logging
 import os
 import shutil
+import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import groupby
-from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from k3lib.checkpoint import Checkpoint
 from k3lib.disk import Files, page_buffer, page_padded
-from k3lib.fileio import CheckpointError, writing
+from k3lib.fileio import CheckpointError, ResourceError, UsageError, given_path, shown_value, writing
 from k3lib.header import Extent, header_bytes
-from k3lib.system import data_runs, sync_folder
-from k3lib.tensors import layer_of
+from k3lib.system import data_runs, lock_file, open_files_shortage, sync_folder
+from k3lib.tensors import is_matrix, layer_of
 
 
 class _TrunkFile(NamedTuple):
@@ -79,23 +82,22 @@ def _same(files: Files, a: Extent, b: Extent) -> bool:
     return True
 
 
-def _pack_file(checkpoint: Checkpoint, file: _TrunkFile, progress: Callable[[int], object]) -> None:
-    "Write a file unless it exists, and compare it with the checkpoint. Raises CheckpointError if it differs."
-    complete, part, files = os.path.exists(file.path), file.path + ".part", Files(checkpoint.fingerprints)
+def _pack_file(checkpoint: Checkpoint, file: _TrunkFile, progress: Callable[[int], object]) -> bool:
+    "Write a file unless it exists, and compare it. Was it written? Raises CheckpointError if it differs."
+    part, files = f"{file.path}.{uuid.uuid4().hex}.part", Files(checkpoint.fingerprints)
     try:
-        if not complete:
+        found = os.path.exists(file.path)
+        if not found:
             _write_file(files, file, part)
-        _compare_file(files, file, file.path if complete else part, checkpoint, progress)
+        _compare_file(files, file, file.path if found else part, checkpoint, progress)
         files.check()
         files.close()  # a file that is open gets no other name on Windows
-        if not complete:
-            os.replace(part, file.path)
-            sync_folder(os.path.dirname(file.path))
-    except BaseException:
-        if not complete and os.path.exists(part):  # half a file is of no use to the next run
-            os.unlink(part)
-        raise
+        if found or _name_file(part, file.path):
+            return not found
+        return _pack_file(checkpoint, file, lambda nbytes: None)
     finally:
+        with suppress(FileNotFoundError):  # half a file is of no use to the next run
+            os.unlink(part)
         files.close()
 
 
@@ -108,6 +110,21 @@ def _write_file(files: Files, file: _TrunkFile, path: str) -> None:
             _copy(files, extent, target, offset)
         target.flush()
         os.fsync(target.fileno())
+
+
+def _name_file(part: str, path: str) -> bool:
+    "Give the complete file `part` the name `path`. False, and no change, if there is a file `path` already."
+    try:
+        os.link(part, path)
+        os.unlink(part)
+    except FileExistsError:
+        return False
+    except FileNotFoundError:
+        raise OSError(errno.ENOENT, f"{part}: another program has removed it before it got its name") from None
+    except OSError:  # this file system has no hard links
+        os.replace(part, path)
+    sync_folder(os.path.dirname(path))
+    return True
 
 
 def _compare_file(files: Files, file: _TrunkFile, path: str, checkpoint: Checkpoint,
@@ -123,62 +140,163 @@ def _compare_file(files: Files, file: _TrunkFile, path: str, checkpoint: Checkpo
         progress(extent.nbytes)
 
 
+_LOCK = ".packing"  # the name of the file that is locked
+_log = logging.getLogger("k3lib")  # warnings go to stderr unless a program arranges otherwise
+
+
+@contextmanager
+def _alone(folder: str) -> Iterator[bool]:
+    "A `with` block in which no other run packs into `folder`. False if this file system has no locks."
+    path, file, told = os.path.join(folder, _LOCK), None, False
+    locked: bool | None = False
+    try:
+        with suppress(OSError):  # a folder that cannot be written to: its files can be compared all the same
+            while locked is False:
+                file = open(path, "ab", buffering=0)
+                locked = _locked(file.fileno(), path)
+                if locked is False:
+                    file.close()
+                    if not told:
+                        _log.warning("%s: another process packs into this folder; waiting until it has ended", folder)
+                    told = True
+                    time.sleep(0.1)
+        yield locked is True
+    finally:
+        try:
+            if locked is not False:
+                with suppress(OSError):  # Windows removes no file that is open
+                    os.unlink(path)
+        finally:
+            if file is not None:
+                file.close()
+
+
+def _locked(fd: int, path: str) -> bool | None:
+    "Has this call locked `fd`, the file at `path`? False too if the one who had locked it has removed it since."
+    locked = lock_file(fd)
+    with suppress(FileNotFoundError):
+        return locked and os.path.samestat(os.fstat(fd), os.stat(path))
+    return False
+
+
+def _remove_parts(files: list[_TrunkFile]) -> None:
+    "Remove the files without a name that a run has left which was killed."
+    folder, names = os.path.dirname(files[0].path), {os.path.basename(file.path) for file in files}
+    for name in os.listdir(folder):
+        whole, dot, rest = name.partition(".safetensors.")
+        if rest.endswith("part") and f"{whole}.safetensors" in names:
+            os.unlink(os.path.join(folder, name))
+
+
+def checked_names(names: Iterable[str]) -> list[str]:
+    "The names of tensors as a list. Raises UsageError unless they are one or more, each a str."
+    found = [] if isinstance(names, (str, bytes)) or not isinstance(names, Iterable) else list(names)
+    if not found or not all(isinstance(name, str) for name in found):
+        raise UsageError(f"names is {shown_value(names)}: a list of the names of tensors is needed")
+    return found
+
+
 def pack(checkpoint: Checkpoint, names: Iterable[str], folder: str | os.PathLike,
-         progress: Callable[[int], object] | None = None) -> None:
+         progress: Callable[[int], object] | None = None) -> int:
     """Copy the tensors `names`, in this order, to safetensors files in `folder`: one for each layer, one for the rest.
 
-    Holes stay holes. A file gets its name only when it is on the disk and equal to the checkpoint. So a run that was
-    interrupted can be repeated: files that have their names are compared, not written. progress(nbytes) is called for
-    each tensor done. Raises CheckpointError if the tensors of a layer do not lie side by side, if a file is of another
-    checkpoint, or if the folder holds other safetensors files; OSError if the disk is full.
+    Returns how many files were written. Holes stay holes. A file gets its name only when it is on the disk and equal to
+    the checkpoint. So a run that was interrupted can be repeated: files that have their names are compared, not
+    written. If another run packs into the folder, this one waits for its end. progress(nbytes) is called for each
+    tensor done. Raises CheckpointError if the tensors of a layer do not lie side by side, if a file is of another
+    checkpoint, or if the folder holds other safetensors files; OSError if the disk is full; UsageError for an argument
+    of a wrong type.
     """
+    folder, names = given_path("folder", folder), checked_names(names)
+    if not isinstance(checkpoint, Checkpoint):
+        raise UsageError(f"checkpoint is {shown_value(checkpoint)}: a Checkpoint is needed")
     for layer, why in checkpoint.contiguity().broken_layers.items():
-        raise CheckpointError(f"{checkpoint.path}: layer {layer} is not in one piece: {why}; it can be streamed, "
-                              "but not packed")
+        if any(layer_of(name) == layer for name in names):
+            raise CheckpointError(f"{checkpoint.path}: layer {layer} is not in one piece: {why}; it can be streamed, "
+                                  "but not packed")
     os.makedirs(folder, exist_ok=True)
-    files = _trunk_files(checkpoint, names, os.fspath(folder))
-    found = {name for name in os.listdir(folder) if name.endswith(".safetensors")}
-    if strays := found - {os.path.basename(file.path) for file in files}:
-        raise CheckpointError(f"{folder}: holds {min(strays)}, "
-                              f"which is no part of a packed trunk of {len(files)} files")
-    missing = [extent for file in files if not os.path.exists(file.path) for _, extent, _ in file.tensors]
-    need, free = sum(map(_data_bytes, missing)), shutil.disk_usage(folder).free
-    if need > free:
-        raise OSError(errno.ENOSPC, f"{folder}: {need} bytes are still to be written, but {free} are free")
-    for file in files:
-        _pack_file(checkpoint, file, progress or (lambda nbytes: None))
+    files = _trunk_files(checkpoint, names, str(folder))
+    with _alone(str(folder)) as alone:
+        found = {name for name in os.listdir(folder) if name.endswith(".safetensors")}
+        if strays := found - {os.path.basename(file.path) for file in files}:
+            raise CheckpointError(f"{folder}: holds {min(strays)}, "
+                                  f"which is no part of a packed trunk of {len(files)} files")
+        if alone:
+            _remove_parts(files)
+        missing = [extent for file in files if not os.path.exists(file.path) for _, extent, _ in file.tensors]
+        need, free = sum(map(_data_bytes, missing)), shutil.disk_usage(folder).free
+        if need > free:
+            raise OSError(errno.ENOSPC, f"{folder}: {need} bytes are still to be written, but {free} are free")
+        return sum(_pack_file(checkpoint, file, progress or (lambda nbytes: None)) for file in files)
 
 
 class Packed:
     """A checkpoint of which the tensors `names` are read from `folder`, which pack() has filled.
 
     `fingerprints`: those of the files of both. Raises FileNotFoundError if there is no such folder, CheckpointError if
-    it is incomplete or packed from another checkpoint: dtypes, shapes and the first row of every tensor are compared.
+    it is incomplete or packed from another checkpoint: dtypes and shapes are compared, vectors, and the first and the
+    last row of every matrix. Raises ResourceError if this process may not have so many files open.
     """
 
     def __init__(self, checkpoint: Checkpoint, names: Iterable[str], folder: str | os.PathLike):
-        self.checkpoint, self.packed = checkpoint, Checkpoint(Path(folder))
+        self.checkpoint, self.packed = checkpoint, Checkpoint(given_path("folder", folder))
         self.fingerprints = checkpoint.fingerprints | self.packed.fingerprints
+        if shortage := open_files_shortage(len(self.fingerprints)):
+            raise ResourceError(f"{folder}: {shortage}")
         files = Files(self.fingerprints)
         try:
             for name in names:
                 copy, source = self.extent(name), checkpoint.extent(name)
                 if (copy.file == source.file or copy[2:] != source[2:]
-                        or self._first_row(files, copy) != self._first_row(files, source)):
+                        or self._sample(files, name, copy) != self._sample(files, name, source)):
                     raise CheckpointError(f"{folder}: {name} is missing or not that of {checkpoint.path}: "
                                           "pack this checkpoint again")
         finally:
             files.close()
 
     @staticmethod
-    def _first_row(files, extent):
-        return files.array(extent, "other", 0, 1).tobytes()
+    def _sample(files, name, extent):
+        "The bytes of a vector, or of the first and the last row of a matrix."
+        if not is_matrix(name, extent):
+            return files.array(extent, "other").tobytes()
+        return b"".join(files.array(extent, "other", row, 1).tobytes() for row in (0, extent.shape[0] - 1))
 
     def extent(self, name: str) -> Extent:
         "Where a tensor lies: in the packed folder if it is there, else in the checkpoint."
         return (self.packed if name in self.packed else self.checkpoint).extent(name)
 
 
+def verify_packed(checkpoint: Checkpoint, names: Iterable[str], folder: str | os.PathLike,
+                  show: Callable[[str], object] = lambda line: None,
+                  progress: Callable[[int], object] = lambda nbytes: None) -> dict[str, str]:
+    """Compare every byte of the tensors `names` in `folder`, which pack() has filled, with the checkpoint.
+
+    Returns {file: a line that names the first tensor in it that differs}, empty if all are equal. `show` is called with
+    each line when it is found, progress(nbytes) for each tensor. Raises FileNotFoundError if there is no such folder,
+    UsageError if it is the checkpoint's own, CheckpointError if a file of either is missing, cannot be read, or changes
+    meanwhile.
+    """
+    wrong: dict[str, str] = {}
+    folder, names = given_path("folder", folder), checked_names(names)
+    with Checkpoint(folder) as packed:
+        if os.path.samefile(folder, checkpoint.path):
+            raise UsageError(f"{folder}: is the checkpoint itself, expected the folder of its packed trunk")
+        files = Files(checkpoint.fingerprints | packed.fingerprints)
+        try:
+            for name in names:
+                source = checkpoint.extent(name)
+                copy = packed.extent(name) if name in packed else None
+                file = str(folder) if copy is None else copy.file
+                if file not in wrong and (copy is None or copy[2:] != source[2:] or not _same(files, source, copy)):
+                    wrong[file] = f"{file}: {name} is missing or differs from that of {checkpoint.path}"
+                    show(wrong[file])
+                progress(source.nbytes)
+            files.check()
+        finally:
+            files.close()
+    return wrong
+
+
 __all__ = [
-    "COPY_BYTES", "pack", "Packed",
+    "COPY_BYTES", "checked_names", "pack", "Packed", "verify_packed",
 ]

@@ -6,17 +6,20 @@ Made from book/01_mxfp4/04_parallel.py: edit that, then run `make export`.
 import os
 import time
 from _thread import start_new_thread
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from k3lib.kernel_cache import inner, kernel
-from k3lib.simd import element_pointer
+from k3lib.simd import call_llvm, element_pointer
 
 
 CORES = numba.config.NUMBA_NUM_THREADS  # cores this process may use
@@ -100,6 +103,51 @@ def threads_for(macs: int, threads: int) -> int:
     return threads if macs >= MIN_PARALLEL_MACS else 1
 
 
+_DEFAULT_MODES = {"x86_64": 0x1f80, "aarch64": 0, "arm64": 0}  # of MXCSR and FPCR; other CPUs are left as they are
+
+
+def _write_mode(builder, arch, new):
+    "Write code that sets the register, if `new` is not negative, or else the default mode. Returns what it held."
+    word, integer, default = ir.IntType(64), ir.IntType(32), ir.IntType(64)(_DEFAULT_MODES[arch])
+    mode = builder.select(builder.icmp_signed("<", new, word(0)), default, new)
+    if arch != "x86_64":
+        old = call_llvm(builder, "llvm.aarch64.get.fpcr", word)
+        call_llvm(builder, "llvm.aarch64.set.fpcr", ir.VoidType(), mode)
+        return old
+    place = cgutils.alloca_once(builder, integer)
+    pointer = builder.bitcast(place, ir.IntType(8).as_pointer())
+    call_llvm(builder, "llvm.x86.sse.stmxcsr", ir.VoidType(), pointer)
+    old = builder.load(place)
+    builder.store(builder.trunc(mode, integer), place)
+    call_llvm(builder, "llvm.x86.sse.ldmxcsr", ir.VoidType(), pointer)
+    return builder.zext(old, word)
+
+
+@intrinsic
+def _exchange_mode(typingctx, new):
+    "(int64) -> the mode of this thread's arithmetic. It becomes `new`, or the default mode if that is negative."
+    def codegen(context, builder, sig, args):
+        arch = context.codegen().magic_tuple()[0].split("-")[0]
+        return _write_mode(builder, arch, args[0]) if arch in _DEFAULT_MODES else args[0]
+    return types.int64(types.int64), codegen
+
+
+@kernel
+def exchange_mode(new):
+    "Set the mode of this thread's arithmetic to `new`, the default mode if it is negative. Returns the mode it had."
+    return _exchange_mode(new)
+
+
+@contextmanager
+def default_arithmetic() -> Iterator[None]:
+    "A `with` block or a decorated function: this thread, and those that it starts, compute in the default mode."
+    before = exchange_mode(-1)
+    try:
+        yield
+    finally:
+        exchange_mode(before)
+
+
 def parallel_for(threads: int, n: int, kernel: Callable, *args: Any) -> None:
     """Run kernel(n, *args, cursor) on `threads` threads at once, this thread among them.
 
@@ -114,6 +162,7 @@ def parallel_for(threads: int, n: int, kernel: Callable, *args: Any) -> None:
     if threads == 1:
         return kernel(n, *args, cursor)
     kernel(0, *args, np.zeros_like(cursor))  # compiles the kernel
+    _add_from_python(cursor, _AT_WORK, 0)
     if _process != os.getpid():
         _forget_helpers()
     while len(_helpers) < min(threads, CORES) - 1:
@@ -135,5 +184,5 @@ def parallel_for(threads: int, n: int, kernel: Callable, *args: Any) -> None:
 
 __all__ = [
     "CORES", "EXHAUSTED", "CHUNKS_PER_THREAD", "next_item", "next_chunk", "chunk_done", "MIN_PARALLEL_MACS",
-    "threads_for", "parallel_for",
+    "threads_for", "exchange_mode", "default_arithmetic", "parallel_for",
 ]

@@ -6,18 +6,26 @@ Made from book/05_streaming/18_plan.py: edit that, then run `make export`.
 import dataclasses
 import os
 from typing import Protocol
-from k3lib.parallel import CORES
-from k3lib.system import resident_bytes, status_bytes
+import numpy as np
+from k3lib.kernel_cache import compile_apart, compile_for, compiles_here, write_list
+from k3lib.parallel import CORES, default_arithmetic
+from k3lib.matmul import ResidentMatrix, linear
+from k3lib.system import (
+    address_shortage, open_files_shortage, resident_bytes, resident_file_bytes, startable_threads, trim_freed_memory,
+)
 from k3lib.fileio import UsageError
-from k3lib.config import Config
+from k3lib.config import Config, read_config
 from k3lib.tensors import forward_order, row_multiples
 from k3lib.header import Extent
 from k3lib.checkpoint import Checkpoint
-from k3lib.disk import enough_readers, page_padded, read_rates
+from k3lib.model import Model, Sequence
+from k3lib.disk import Files, enough_readers, page_padded, read_rates
 from k3lib.layout import (
     Buffers, ExpertLayout, Layout, TrunkLayout, expert_slot_bytes, streaming_slot_bytes, trunk_layout,
 )
-from k3lib.memory import available_bytes, shown_size
+from k3lib.trunk import Trunk
+from k3lib.experts import Experts
+from k3lib.memory import available, shown_size
 
 
 def state_bytes(config: Config) -> int:
@@ -30,6 +38,9 @@ def state_bytes(config: Config) -> int:
 def position_bytes(config: Config) -> int:
     "Bytes by which the latent KV cache grows with each position."
     return 4 * len(config.mla_layers) * (config.kv_lora_rank + config.qk_rope_head_dim)
+
+
+RECORD_BYTES = 64  # of what is kept of a step: its token, its seconds, its bytes read by part
 
 
 def activation_bytes(config: Config, tokens: int) -> int:
@@ -48,16 +59,37 @@ JIT_RSS = 28_000_000  # private memory of compiled kernels and their threads aft
 LIBRARY_RSS = 97_000_000  # resident pages of shared libraries after the first forward pass
 LIBRARY_RSS_GROWTH = 12_000_000  # bytes of them still to come, even if most are resident before the first pass
 PROCESS_RSS = 150_000_000  # assumed for an interpreter with its libraries, where the system does not tell
+LIBRARY_RSS_BEFORE = 60_000_000  # assumed for its libraries' resident pages, where the system does not tell
+COMPILE_RSS = 115_000_000  # what a process that compiles all kernels has more than one that loads them
 
 
-def fixed_costs(config: Config, trunk: TrunkLayout, context: int, held: int) -> dict[str, int]:
-    "{part: bytes} at any budget: the `held` bytes that this process already holds, and what decoding adds."
-    libraries = max(LIBRARY_RSS_GROWTH, LIBRARY_RSS - (status_bytes("RssFile") or LIBRARY_RSS))
+class Held:
+    """What this process holds when a plan is made: `nbytes`, and `libraries` bytes of shared libraries to come.
+
+    `notes`: which of the two was assumed, because the system does not tell.
+    """
+
+    def __init__(self) -> None:
+        trim_freed_memory()  # reading headers leaves one to three megabytes of it, never the same in two processes
+        nbytes, libraries = resident_bytes(), resident_file_bytes()
+        self.nbytes = PROCESS_RSS if nbytes is None else nbytes
+        before = LIBRARY_RSS_BEFORE if libraries is None else libraries
+        self.libraries = max(LIBRARY_RSS_GROWTH, LIBRARY_RSS - before)
+        assumed = [("memory of this process", nbytes, PROCESS_RSS), ("of libraries", libraries, LIBRARY_RSS_BEFORE)]
+        self.notes = tuple(f"{what}: {shown_size(n)} assumed, the system does not tell"
+                           for what, told, n in assumed if told is None)
+
+
+def fixed_costs(config: Config, trunk: TrunkLayout, context: int, held: Held, compiles: bool) -> dict[str, int]:
+    "{part: bytes} at any budget: what this process already holds, and what decoding adds. `compiles`: kernels, too."
+    compiling = {"compiling kernels, which no folder keeps": COMPILE_RSS} if compiles else {}
     return {
-        "interpreter, libraries, checkpoint index": held,
-        "compiled kernels and threads": JIT_RSS + libraries,
+        "interpreter, libraries, checkpoint index": held.nbytes,
+        "compiled kernels and threads": JIT_RSS + held.libraries,
+        **compiling,
         "KDA state": state_bytes(config),
         f"latent KV cache, {context} positions": context * position_bytes(config),
+        f"records of the run, {context} positions": context * RECORD_BYTES,
         "vectors and convolutions": sum(vector_bytes(tensor.extent) for tensor in trunk.resident.values()),
     }
 
@@ -67,12 +99,71 @@ def vector_bytes(extent: Extent) -> int:
     return 2 * extent.nbytes if extent.dtype == "BF16" else page_padded(extent.nbytes)
 
 
+COMPILER_RSS = 320_000_000  # what the process that compiles may need at its peak
+PROGRAM = """
+from k3lib.synth import synth
+from k3lib.plan import compile_kernels
+synth(sys.argv[1] + "/model", "oracle")
+compile_kernels(sys.argv[1] + "/model")
+"""
+
+
+def _room_for_compiler(free):
+    return free is None or free >= COMPILER_RSS
+
+
+def compile_first() -> bool:
+    """Let another process compile the kernels that no folder keeps, if there is memory for one and it can be started.
+
+    Returns whether one was started: a plan is then to be made anew.
+    """
+    return _room_for_compiler(available()[0]) and compile_apart(PROGRAM)
+
+
+def _advice(parts):
+    "What can be done about a part for compiling."
+    if COMPILE_RSS not in parts.values():
+        return ""
+    return (f"; {shown_size(COMPILE_RSS)} less once the kernels are compiled and kept, as a run does it for which "
+            f"{shown_size(COMPILER_RSS)} more are free and NUMBA_CACHE_DIR can be written")
+
+
+@default_arithmetic()
+def compile_kernels(folder: str) -> None:
+    """Compile every kernel with every signature, and list their entries (1.2.7).
+
+    `folder`: a synthetic checkpoint. Raises what reading it raises, and RuntimeError if a kernel cannot be kept.
+    """
+    config, checkpoint, files = read_config(folder), Checkpoint(folder), Files()
+    extents = {name: checkpoint.extent(name) for name in forward_order(config)}
+    streamed = trunk_layout(extents, row_multiples(config), 1)
+    layout, nbytes = streaming_experts(config, checkpoint, 1)
+    trunk = Trunk(streamed.pin(frozenset(streamed.streamed)), files)
+    experts = Experts(dataclasses.replace(layout, slots=Buffers(2, nbytes), whole=True),
+                      lambda L, e: list(checkpoint.expert(L, e).values()), files)
+    model = Model(config, lambda i: np.zeros(config.hidden_size, np.float32), trunk.weight, experts, 1)
+    model.forward([*range(7)], Sequence(config, 7), 1, lambda *_: None)
+    linear(ResidentMatrix(np.zeros((2048, 2048), np.uint16)), np.zeros((1, 2048), np.float32), 2)
+    _compile_streaming()
+    write_list()
+
+
+def _compile_streaming():
+    "Compile the kernels of streamed matrices for rows of bf16 and of MXFP4."
+    rows, packed = np.zeros((1, 32), np.uint16), np.zeros((1, 16), np.uint8)
+    x, cursor, totals = np.zeros((1, 32), np.float32), np.zeros(1, np.int64), np.zeros(5)
+    for w, matrix, scale in (rows, rows, None), (packed, (packed, packed), packed):
+        compile_for("matmul.matmul_rows", matrix, x, x, 0)
+        compile_for("read_multiply._stream", (0,) * 7, w.ravel(), scale, x, x, cursor, totals)
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What a budget of `ram` bytes is spent on.
 
     `parts`: {part: bytes}. `layout`: where trunk and experts lie in memory. `pinned_bytes` of the `trunk_bytes` of
     matrices stay in memory. `context`: positions for which there is room. `chunk`: the most tokens of a forward pass.
+    `notes`: what stands in for numbers that the system does not tell.
     """
     ram: int
     parts: dict[str, int]
@@ -81,6 +172,7 @@ class Plan:
     trunk_bytes: int
     context: int
     chunk: int
+    notes: tuple[str, ...] = ()
 
     @property
     def total(self) -> int:
@@ -98,7 +190,7 @@ class Plan:
         return {"total": self.total, "parts": dict(self.parts), "ram": self.ram, "slots": rows.count,
                 "slot_bytes": rows.nbytes, "expert_slots": slots.count, "expert_slot_bytes": slots.nbytes,
                 "readers": readers, "context": self.context, "chunk": self.chunk, "pinned_bytes": self.pinned_bytes,
-                "trunk_bytes": self.trunk_bytes}
+                "trunk_bytes": self.trunk_bytes, "notes": list(self.notes)}
 
     def text(self) -> str:
         "The plan as a table."
@@ -107,13 +199,15 @@ class Plan:
         return "\n".join([
             f"plan for {shown_size(self.ram)} of memory, {self.context} positions, prompts in chunks of {self.chunk}",
             *rows, f"  {'together':<44}{shown_size(self.total):>12}",
-            f"  {share:.1f}% of the streamed weights pinned, {self.layout.experts.slots.count} expert slots"])
+            f"  {share:.1f}% of the streamed weights pinned, {self.layout.experts.slots.count} expert slots",
+            *(f"  {note}" for note in self.notes)])
 
 
 class PlanError(UsageError):
     """A budget that cannot hold the model. The text says how much is missing and which budget is large enough.
 
-    `least`: the smallest budget in bytes; None where the budget is large enough, but the machine's memory is not.
+    `least`: the smallest budget in bytes; None where the budget is large enough, but the machine's memory is not, or
+    where the system gives this process too few open files, threads or addresses.
     """
 
     def __init__(self, least: int | None, message: str):
@@ -199,20 +293,21 @@ def make_plan(config: Config, checkpoint: Checkpoint, ram: int, context: int, *,
 
     `trunk`: where the trunk is read from, if not from the checkpoint. `prompt_tokens`: the longest prompt, if known.
     `readers`: threads that read, never fewer than `threads` of arithmetic. Allocates nothing large. Raises PlanError if
-    `ram` is too small, or larger than the memory that is free.
+    `ram` is too small, or if the system does not give what the plan takes.
     """
-    held = resident_bytes() or PROCESS_RSS  # measured before the row blocks are listed: the layout counts those lists
+    held = Held()  # measured before the row blocks are listed: the layout counts those lists
+    free, notes = available()
     readers, source = max(READERS if readers is None else readers, threads), trunk or checkpoint
     extents = {name: source.extent(name) for name in forward_order(config)}
     unpinned = trunk_layout(extents, row_multiples(config), readers)
     experts, whole_bytes = streaming_experts(config, checkpoint, readers)
-    parts = fixed_costs(config, unpinned, context, held)
+    parts = fixed_costs(config, unpinned, context, held, compiles_here(_room_for_compiler(free)))
     one = activation_bytes(config, 1)
     least = sum(parts.values()) + one + unpinned.buffer_bytes + experts.slots.total
     if ram < least:
         raise PlanError(least, f"a budget of {shown_size(ram)} is {shown_size(least - ram)} short: with "
-                               f"{shown_size(held)} that this process already holds, this model with {context} "
-                               f"positions needs at least {_enough(least)} MB")
+                               f"{shown_size(held.nbytes)} that this process already holds, this model with "
+                               f"{context} positions needs at least {_enough(least)} MB{_advice(parts)}")
     chunk = longest_chunk(config, min(MAX_CHUNK, prompt_tokens or MAX_CHUNK), ram - least)
     activations = activation_bytes(config, chunk)
     pinned, pinned_bytes, spare = pin_from_front(unpinned, ram - least + one - activations)
@@ -222,14 +317,14 @@ def make_plan(config: Config, checkpoint: Checkpoint, ram: int, context: int, *,
               "row block buffers": unpinned.buffer_bytes if pinned.streamed else 0,
               "pinned trunk": pinned_bytes, f"expert slots, {experts.slots.count}": experts.slots.total}
     plan = Plan(ram, parts, Layout(pinned, experts), pinned_bytes, sum(streamed_sizes(unpinned).values()), context,
-                chunk)
-    _check_free(plan, held, least)
+                chunk, held.notes + notes)
+    _check_free(plan, held.nbytes, free, least)
+    _check_limits(plan, held, {extent.file for extent in extents.values()} | {*checkpoint.files}, threads)
     return plan
 
 
-def _check_free(plan, held, least):
-    "Raise PlanError if the plan takes more than what this process, which holds `held` bytes, can still take."
-    free = available_bytes()
+def _check_free(plan, held, free, least):
+    "Raise PlanError if the plan takes more than the `free` bytes that this process, which holds `held`, can take."
     if free is None or plan.total - held <= free:
         return
     fits = int(0.99 * (held + free))  # the free bytes change while they are counted
@@ -244,6 +339,25 @@ def _enough(least):
     return -(-(least + 500_000) // 10**6)
 
 
+def run_threads(layout: Layout, threads: int) -> int:
+    "How many threads a run starts beside its own: readers, helpers of `threads` of arithmetic, the watch over reads."
+    trunk, experts = layout.trunk, layout.experts
+    routers, rows = bool(trunk.routers), len(trunk.streamed) > len(trunk.routers)
+    return trunk.readers * rows + routers + experts.readers * bool(experts.slots.count) + threads - 1 + 1
+
+
+def _check_limits(plan, held, files, threads):
+    "Raise PlanError if the system does not let this process open the `files`, start the threads or reserve the memory."
+    started = run_threads(plan.layout, threads)
+    shortage = (open_files_shortage(len(files))
+                or address_shortage(plan.total - held.nbytes - held.libraries, started))
+    if shortage is None and (found := startable_threads(started)) < started:
+        shortage = (f"a run starts {started} threads, but this process can start {found} more: run it where "
+                    "`ulimit -u` and the container allow more, or with fewer threads and readers")
+    if shortage is not None:
+        raise PlanError(None, shortage)
+
+
 def measured_readers(checkpoint: Checkpoint, threads: int = CORES) -> tuple[int, str]:
     "(readers, a line that says why): as many as keep the device of the largest shard busy, and `threads` more."
     rates = read_rates(max(checkpoint.files, key=os.path.getsize))
@@ -254,8 +368,9 @@ def measured_readers(checkpoint: Checkpoint, threads: int = CORES) -> tuple[int,
 
 
 __all__ = [
-    "state_bytes", "position_bytes", "activation_bytes", "JIT_RSS", "LIBRARY_RSS", "LIBRARY_RSS_GROWTH",
-    "PROCESS_RSS", "fixed_costs", "vector_bytes", "Plan", "PlanError", "expert_readers", "streaming_experts",
-    "first_fit", "streamed_sizes", "pin_from_front", "cache_experts", "MAX_CHUNK", "longest_chunk", "READERS",
-    "TrunkSource", "make_plan", "measured_readers",
+    "state_bytes", "position_bytes", "RECORD_BYTES", "activation_bytes", "JIT_RSS", "LIBRARY_RSS",
+    "LIBRARY_RSS_GROWTH", "PROCESS_RSS", "LIBRARY_RSS_BEFORE", "COMPILE_RSS", "Held", "fixed_costs", "vector_bytes",
+    "COMPILER_RSS", "PROGRAM", "compile_first", "compile_kernels", "Plan", "PlanError", "expert_readers",
+    "streaming_experts", "first_fit", "streamed_sizes", "pin_from_front", "cache_experts", "MAX_CHUNK",
+    "longest_chunk", "READERS", "TrunkSource", "make_plan", "run_threads", "measured_readers",
 ]

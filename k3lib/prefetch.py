@@ -5,8 +5,10 @@ Made from book/05_streaming/11_prefetch.py: edit that, then run `make export`.
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -54,6 +56,12 @@ class Batch:
                 return self.entries.pop(i)
         return None
 
+    def take_failure(self) -> BaseException:
+        "Remove and return the failure: kept here, it would hold the frame that raises it, which holds this batch."
+        failure, self.failure = self.failure, None
+        assert failure is not None
+        return failure
+
 
 class Prefetcher:
     """`readers` threads that read blocks ahead of the arithmetic, and call the arithmetic on what they have read.
@@ -63,7 +71,8 @@ class Prefetcher:
     included. Threads and errors carry `name`.
     `busy_seconds`: processor time of the arithmetic, summed over the readers. `wait_seconds`: an estimate of how long
     the arithmetic waited for bytes, the duration of map_blocks less what `busy_seconds` explains with as many cores as
-    may work. Raises ValueError without buffers or readers.
+    may work. Raises ValueError without buffers or readers. Dropping the pool ends the readers, too, if `read` and
+    `memory` do not refer to its owner.
 
     One thread, the caller, uses restart, at_start and map_blocks. `_lock` guards every change of a field; 5.11.3 names
     the exceptions. While nobody holds the lock, no restart is under way and no batch was interrupted or has failed
@@ -76,6 +85,7 @@ class Prefetcher:
        stream; it is 0 when map_blocks has returned. `_batch` is the open batch or None.
     5. `_sound` is True in a new pool, and if the last map_blocks() or restart() has succeeded. After a failure
        map_blocks() raises until restart() has waited for all jobs and made the state from nothing.
+    6. A reader that waits is counted in `_idle`, or a token for it is in `_wake`.
     """
 
     def __init__(self, read: Callable[[Any, Any], Any], buffers: list, readers: int, read_ahead: int, name: str,
@@ -85,7 +95,7 @@ class Prefetcher:
         self.name, self.wait_seconds, self.busy_seconds = name, 0.0, 0.0
         self._read, self._buffers, self._read_ahead, self._memory = read, buffers, read_ahead, memory
         self._lock = threading.RLock()  # with a plain Lock, Ctrl-C in a wait could release a reader's lock
-        self._for_readers, self._for_caller = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._for_caller, self._wake = threading.Condition(self._lock), SimpleQueue[object]()
         self._order: list = []
         self._next, self._cyclic, self._sound, self._closed = 0, False, True, False
         self._free, self._ahead = list(buffers), deque[Entry]()
@@ -98,7 +108,9 @@ class Prefetcher:
         "Start the threads, all or none."
         try:
             for i in range(readers):
-                thread = threading.Thread(target=self._serve, name=f"k3-{self.name}-{i}", daemon=True)
+                this = weakref.ref(self, self._wake.put)  # one for each: its death puts a token for each
+                thread = threading.Thread(target=_serve, args=(this, self._lock, self._wake),
+                                          name=f"k3-{self.name}-{i}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
         except BaseException:  # no thread left, or Ctrl-C: no caller has this pool yet to close it
@@ -112,7 +124,7 @@ class Prefetcher:
         pool is closed.
         """
         with self._lock:
-            self._sound = False
+            was_sound, self._sound = self._sound, False
             self._end_batch()
             self._order, self._next = [], 0  # so no reader begins a job
             while self._reading or self._working:
@@ -120,8 +132,9 @@ class Prefetcher:
             self._check_open()
             self._ahead.clear()
             self._free = list(self._buffers)
-            self._order, self._cyclic, self._sound = order, cyclic, True
-            self._for_readers.notify_all()
+            self._order, self._cyclic = order, cyclic
+            self._rouse(self._idle if was_sound else len(self._threads))
+            self._sound = True
 
     def at_start(self) -> bool:
         "True if a cyclic order is at its first block and the last map_blocks() or restart() has succeeded."
@@ -133,6 +146,12 @@ class Prefetcher:
         if self._batch is not None:
             self._batch.cursor[0] = EXHAUSTED
             self._batch = None
+
+    def _rouse(self, readers):
+        "Wake so many readers that wait."
+        self._idle = max(0, self._idle - readers)
+        for _ in range(readers):
+            self._wake.put(None)
 
     def _check_open(self):
         if self._closed:
@@ -159,7 +178,7 @@ class Prefetcher:
             self._sound = False
             try:
                 batch = self._batch = self._open(blocks, work, stream, limit, present)
-                self._for_readers.notify_all()
+                self._rouse(self._idle)
                 while not (self._finished(batch) or batch.failure or self._closed):
                     self._for_caller.wait()
             finally:
@@ -169,7 +188,7 @@ class Prefetcher:
             seconds = time.perf_counter() - began
             self.wait_seconds += max(0.0, seconds - (self.busy_seconds - busy) / min(limit, CORES))
             if batch.failure is not None:
-                raise batch.failure
+                raise batch.take_failure()
             self._check_open()
             self._sound = True
 
@@ -191,27 +210,12 @@ class Prefetcher:
         "End the readers once their reads have ended, and let go of the buffers. A waiting caller gets a RuntimeError."
         with self._lock:
             self._closed = True
-            self._for_readers.notify_all()
+            self._rouse(len(self._threads))
             self._for_caller.notify_all()
         for thread in self._threads:
             thread.join()
         self._buffers, self._free = [], []
         self._ahead.clear()
-
-    def _serve(self):
-        "What a reader runs: settle its last job, choose the next one and do it, until the pool is closed."
-        job = outcome = None
-        while True:
-            with self._lock:
-                if job is not None:
-                    self._settle(*job, outcome)
-                while not self._closed and (job := self._begin_job()) is None:
-                    self._idle += 1
-                    self._for_readers.wait()
-                    self._idle -= 1
-                if self._closed:
-                    return
-            outcome = self._do(*job)
 
     def _begin_job(self):
         "The next job, (entry, batch), or None: work or stream for `batch`, or read ahead where `batch` is None."
@@ -228,7 +232,7 @@ class Prefetcher:
         else:
             return None
         if self._idle and (self._free or self._batch is not None and self._batch.entries):
-            self._for_readers.notify()
+            self._rouse(1)
         return entry, batch
 
     def _begin_read(self, may_work):
@@ -272,6 +276,8 @@ class Prefetcher:
             return time.thread_time() - began
         except BaseException as error:  # of any kind: map_blocks raises it in the caller
             return error
+        finally:
+            del self, entry, batch  # an error holds this frame; through it, it would hold the pool
 
     def _settle(self, entry, batch, outcome):
         "Under the lock: record the outcome of a job."
@@ -289,6 +295,31 @@ class Prefetcher:
                 self.busy_seconds += outcome
         if self._batch is None or self._batch.failure or self._finished(self._batch):
             self._for_caller.notify()
+
+
+def _serve(pool_reference, lock, wake):
+    """What a reader runs: settle its last job, choose the next one and do it, until the pool is closed or dropped.
+
+    `lock`, `wake`: the pool's own `_lock` and `_wake`. Without a job the reader waits for `wake`, and refers to
+    neither pool nor block.
+    """
+    job = outcome = None
+    while (pool := pool_reference()) is not None:
+        with lock:
+            if job is not None:
+                pool._settle(*job, outcome)
+            job = outcome = None
+            closed = pool._closed
+            if not closed and (job := pool._begin_job()) is None:
+                pool._idle += 1
+        if job is not None:
+            outcome = pool._do(*job)
+        pool = None
+        if closed:
+            return
+        if job is None:
+            wake.get()
+    del job, outcome  # an error holds this frame, too
 
 
 __all__ = [

@@ -5,6 +5,7 @@ Made from book/01_mxfp4/03_simd.py: edit that, then run `make export`.
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -196,7 +197,9 @@ def float_of_bits(typingctx, i):
 
 
 TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the value of each code
-HALF_SCALE = SCALE / 2  # float32 [256]: half the value of each scale byte
+_BITS = SCALE.view(np.uint32)
+# float32 [256]: half the value of each scale byte, which is the value of the byte before; 2^-128 for byte 0
+HALF_SCALE = np.array([1 << 21, *_BITS[:254], _BITS[255]], np.uint32).view(np.float32)
 
 
 def _codes(builder, packed, high):

@@ -1,6 +1,6 @@
-"""5.24 A checkpoint without the weights
+"""5.28 A checkpoint without the weights
 
-Made from book/05_streaming/24_synth.py: edit that, then run `make export`.
+Made from book/05_streaming/28_synth.py: edit that, then run `make export`.
 """
 
 import hashlib
@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 import numpy as np
 from k3lib.system import disk_bytes
-from k3lib.fileio import UsageError, writing
+from k3lib.fileio import MissingFile, UsageError, given_path, shown_value, writing
 from k3lib.config import FIXED, INTEGERS, REALS, Config, ConfigError, read_config
 from k3lib.tensors import Place, Tensor, global_tensors, layer_tensors, place_of
 from k3lib.header import ITEMSIZE, header_bytes
@@ -55,11 +56,12 @@ ARGUMENTS = {SHORT.get(name, name): name for name in LIMITS}  # argument of synt
 
 
 def checked(argument: str, value: Any, kind: type, low: float, high: float) -> Any:
-    "`value` if it is a number of `kind`, int or float, within low..high. Raises SynthError."
-    if type(value) in (kind, int) and low <= value <= high:
-        return value
+    "`value` as Python's number if it is one of `kind`, int or float, within low..high. Raises SynthError."
+    number = value.item() if isinstance(value, np.generic) else value
+    if type(number) in (kind, int) and low <= number <= high:
+        return number
     wanted = "an integer" if kind is int else "a number"
-    raise SynthError(f"{argument} is {value!r}, expected {wanted} in {low:,}..{high:,}")
+    raise SynthError(f"{argument} is {shown_value(value)}, expected {wanted} in {low:,}..{high:,}")
 
 
 def numbers(preset: str, **changes: Any) -> dict[str, Any]:
@@ -67,8 +69,8 @@ def numbers(preset: str, **changes: Any) -> dict[str, Any]:
 
     Raises SynthError.
     """
-    if preset not in PRESETS:
-        raise SynthError(f"preset is {preset!r}, expected one of {', '.join(PRESETS)}")
+    if type(preset) is not str or preset not in PRESETS:
+        raise SynthError(f"preset is {shown_value(preset)}, expected one of {', '.join(PRESETS)}")
     found: dict[str, Any] = dict(PRESETS[preset][0])
     for argument, value in changes.items():
         if argument not in ARGUMENTS:
@@ -132,7 +134,7 @@ def write_config(folder: Path, preset: str, seed: int, **changes: Any) -> Recipe
     `changes`: as in `numbers`. Raises SynthError, OSError.
     """
     found = numbers(preset, **changes)
-    checked("seed", seed, int, 0, 2**64 - 1)
+    seed = checked("seed", seed, int, 0, 2**64 - 1)
     note = "made-up values, not the weights of any model"
     marker = {"generator": "k3 synth", "preset": preset, "seed": seed, "note": note}
     trees = {"config.json": config_tree(found, marker),
@@ -435,15 +437,26 @@ def write_shards(folder: Path, shards: list[Shard], seed: int, progress: Callabl
 def prepare(folder: str | os.PathLike) -> Path:
     """The full path of `folder`, which is new or empty.
 
-    Raises FileNotFoundError if there is no folder to make it in, SynthError if it is a file or is not empty.
+    Raises FileNotFoundError if there is no folder to make it in, SynthError if it is a file or is not empty, UsageError
+    if it is no path.
     """
-    folder = Path(folder).resolve()
+    folder = given_path("folder", folder).resolve()
     if not folder.parent.is_dir():
-        raise FileNotFoundError(f"{folder.parent}: no such folder to make {folder.name} in")
+        raise MissingFile(f"{folder.parent}: no such folder to make {folder.name} in")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         fault = "exists and is not empty" if folder.is_dir() else "is a file"
         raise SynthError(f"{folder}: {fault}, expected a new or an empty folder")
     return folder
+
+
+def give_name(part: Path, folder: Path) -> None:
+    "Rename the complete folder `part` to `folder`. Raises SynthError if another program has filled that meanwhile."
+    try:
+        part.rename(folder)
+    except OSError:
+        if folder.is_file() or folder.is_dir() and any(folder.iterdir()):
+            raise SynthError(f"{folder}: another program has filled it meanwhile, expected it to stay empty") from None
+        raise
 
 
 def keeps_holes(folder: Path) -> bool:
@@ -505,11 +518,11 @@ def synth(folder: str | os.PathLike, preset: str = "full", seed: int = 0, layers
     """Write a synthetic checkpoint in the released layout into `folder`, new or empty, whole or not at all.
 
     preset: 'full' (released shape, sparse: about 5 GB on disk), 'slice' (full width, every byte real) or 'oracle'
-    (small). Any field of ARGUMENTS can be changed. `progress` is called with lines of text. Raises SynthError,
-    FileNotFoundError, OSError.
+    (small). Any field of ARGUMENTS can be changed. `progress` is called with lines of text. Raises SynthError, also if
+    another program fills the folder meanwhile, UsageError, FileNotFoundError, OSError.
     """
     folder, tell = prepare(folder), progress or (lambda line: None)
-    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    part = folder.with_name(f".{folder.name[:40]}.{uuid.uuid4().hex}.part")
     try:
         part.mkdir()  # inside, because a signal may come as soon as the folder is there
         recipe = write_config(part, preset, seed, layers=layers, experts=experts, vocab=vocab, **changes)
@@ -519,10 +532,10 @@ def synth(folder: str | os.PathLike, preset: str = "full", seed: int = 0, layers
         tell(f"synthetic checkpoint, preset {preset}, seed {seed}: {sizes.tensors:,} tensors in {sizes.shards} files "
              f"of {shown_bytes(sizes.file_bytes)}, {shown_bytes(sizes.value_bytes)} of it values"
              + (", the rest holes" if recipe.sparse else ""))
-        write_shards(part, shards, seed, tell)
+        write_shards(part, shards, recipe.seed, tell)
         write_index(part, shards)
         sizes = written(part, shards)
-        part.rename(folder)
+        give_name(part, folder)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
@@ -536,6 +549,6 @@ __all__ = [
     "EXPERTS", "EXPERT_ROWS", "LOW_IDS", "ID_STEP", "WHOLE", "ALWAYS", "choose", "heads_of", "live_heads",
     "live_experts", "head_rows", "live_rows", "GAIN", "E2M1_RMS", "INTERVAL", "LIVE_INPUTS", "live_inputs",
     "interval", "RowRange", "row_ranges", "FilledTensor", "Shard", "plan_shard", "plan_shards", "CHUNK",
-    "write_shard", "shown_bytes", "write_shards", "prepare", "keeps_holes", "check_space", "write_index", "Written",
-    "written", "synth",
+    "write_shard", "shown_bytes", "write_shards", "prepare", "give_name", "keeps_holes", "check_space",
+    "write_index", "Written", "written", "synth",
 ]

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import mmap
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -124,6 +125,22 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
             os.close(fd)
 
 
+def lock_file(fd: int) -> bool | None:
+    """Lock the file that `fd` has open, until `fd` is closed. Does not wait: False if another descriptor has locked it.
+
+    None where the system or the file system has no such lock.
+    """
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+
+
 def _c_function(name: str) -> Callable[..., Any] | None:
     "A function of the C library, or None where the library has no such function or cannot be opened."
     try:
@@ -147,24 +164,52 @@ def trim_freed_memory() -> None:
         malloc_trim(0)
 
 
-def _proc_number(path: str, field: str) -> int | None:
-    "The number behind `field:` in a file of /proc, or None if the file or the field does not exist."
+def system_lines(path: str | os.PathLike[str]) -> list[str]:
+    """The lines of a small file that the system writes; none if it cannot be read.
+
+    Bytes that are no text stay in the result as os.fsdecode keeps them in file names: no byte raises an error.
+    """
     try:
-        with open(path) as lines:
-            return next((int(line.split()[1]) for line in lines if line.startswith(field + ":")), None)
+        with open(path, "rb") as file:
+            return [os.fsdecode(line) for line in file.read().split(b"\n")]
     except OSError:
-        return None
+        return []
+
+
+def system_number(text: str) -> int | None:
+    "The whole number that `text` is, or None if it is anything else."
+    return int(text) if re.fullmatch(r"\s*[0-9]{1,20}\s*", text) else None
+
+
+def system_fields(path: str | os.PathLike[str]) -> dict[str, int]:
+    "{name: number} of the lines `name: number unit` or `name number` of a system's file. Other lines are left out."
+    words = [line.replace(":", " ", 1).split() for line in system_lines(path)]
+    found = [(name, system_number(number)) for name, number, *_ in (line for line in words if len(line) > 1)]
+    return {name: number for name, number in found if number is not None}
 
 
 def status_bytes(field: str) -> int | None:
-    "A field of /proc/self/status in bytes, or None if the system has no /proc or no such field."
-    kibibytes = _proc_number("/proc/self/status", field)
+    "A field of /proc/self/status in bytes, or None if the system has no such file or field."
+    kibibytes = system_fields("/proc/self/status").get(field)
     return None if kibibytes is None else 1024 * kibibytes
+
+
+def _status_or_pages(field, number):
+    "A field of /proc/self/status in bytes, else the `number`th of the counts of pages in /proc/self/statm, else None."
+    found = status_bytes(field)
+    counts = [system_number(word) for word in " ".join(system_lines("/proc/self/statm")).split()]
+    pages = counts[number] if len(counts) > number else None
+    return found if found is not None or pages is None else pages * mmap.PAGESIZE
 
 
 def resident_bytes() -> int | None:
     "Bytes of this process in memory now, or None if the system does not publish them."
-    return status_bytes("VmRSS")
+    return _status_or_pages("VmRSS", 1)
+
+
+def resident_file_bytes() -> int | None:
+    "The part of resident_bytes() that belongs to files, such as libraries; None if the system does not publish it."
+    return _status_or_pages("RssFile", 2)
 
 
 def peak_bytes() -> int | None:
@@ -177,21 +222,44 @@ def peak_bytes() -> int | None:
 
 def read_call_bytes() -> int | None:
     "Bytes that read calls have given this process, as Linux counts them (rchar), or None on other systems."
-    return _proc_number("/proc/self/io", "rchar")
+    return system_fields("/proc/self/io").get("rchar")
 
 
-def machine_free_bytes() -> int | None:
-    "Free bytes of the machine: MemAvailable on Linux, else all its memory, an upper bound. None if neither is known."
-    kibibytes = _proc_number("/proc/meminfo", "MemAvailable")
-    if kibibytes is not None:
-        return 1024 * kibibytes
+def machine_free() -> tuple[int | None, str]:
+    "(free bytes of the machine or None, what stands in for the system's own figure: '' if nothing has to)."
+    memory = system_fields("/proc/meminfo")
+    if "MemAvailable" in memory:
+        return 1024 * memory["MemAvailable"], ""
+    if "MemFree" in memory:
+        cache = ["Buffers", *["Cached"] * ("Shmem" in memory)]  # Shmem lies in Cached: without it, how much is unknown
+        names = ["MemFree", *(name for name in cache if name in memory)]
+        shared = memory["Shmem"] if "Cached" in names else 0
+        shown = " + ".join(names) + " - Shmem" * ("Cached" in names)
+        return 1024 * max(memory["MemFree"], sum(memory[name] for name in names) - shared), shown
     try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "all memory of the machine"
     except (AttributeError, OSError, ValueError):
+        return None, "no figure"
+
+
+def raised_limit(name: str, wanted: int) -> int | None:
+    """The limit RLIMIT_`name` of this process, which is raised to `wanted` first, as far as the hard limit allows.
+
+    None where there is no such limit.
+    """
+    which = getattr(resource, f"RLIMIT_{name}", None)
+    if which is None:
         return None
+    soft, hard = resource.getrlimit(which)
+    new = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < new:
+        with suppress(OSError, ValueError):  # macOS: the kernel's own bound may be below the hard limit
+            resource.setrlimit(which, (new, hard))
+            soft = new
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
-_SPARE_FILES = 64  # descriptors for everything but a checkpoint's files
+_SPARE_FILES = 64  # descriptors for everything but a checkpoint's files, if the hard limit allows so many
 
 
 def _open_files() -> int:
@@ -202,17 +270,60 @@ def _open_files() -> int:
         return 0
 
 
-def allow_open_files(more: int) -> None:
-    "Let this process open `more` files beyond those it has open, as far as its hard limit allows."
-    if resource is None:
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _open_files() + more + _SPARE_FILES
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(OSError, ValueError):  # macOS: the kernel's own bound may be below the hard limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+def allow_open_files(more: int) -> int | None:
+    "Let this process open `more` files, as far as its hard limit allows. How many it may open then; None: no limit."
+    now = _open_files()
+    limit = raised_limit("NOFILE", now + more + _SPARE_FILES)
+    return None if limit is None else max(0, limit - now)
+
+
+def open_files_shortage(needed: int) -> str | None:
+    "None if this process may open `needed` more files, and eight others; else a line of refusal."
+    room, needed = allow_open_files(needed), needed + 8
+    if room is None or room >= needed:
+        return None
+    return (f"this process needs {needed} more open files, but may have {room}: run it where `ulimit -n` is at least "
+            f"{_open_files() + needed + _SPARE_FILES}")
+
+
+def startable_threads(wanted: int) -> int:
+    "How many of `wanted` threads could be started, all at the same time. They have ended when this returns."
+    go, threads = threading.Event(), []
+    try:
+        for _ in range(wanted):
+            threads.append(threading.Thread(target=go.wait, name="k3-probe", daemon=True))
+            threads[-1].start()
+    except (RuntimeError, MemoryError):
+        threads.pop()
+    finally:
+        go.set()
+        for thread in threads:
+            with suppress(RuntimeError):  # an interrupt came before it was started
+                thread.join()
+    return len(threads)
+
+
+STACK_BYTES = 8 << 20  # of a thread, where `ulimit -s` sets no other size
+ARENA_BYTES = 64 << 20  # addresses, not memory, that glibc reserves for the small pieces of a thread
+
+# {limit: (the field of /proc/self/status that it bounds, what it counts of a thread beside the stack, its `ulimit`)}
+ADDRESS_LIMITS = {"AS": ("VmSize", ARENA_BYTES, "-v"), "DATA": ("VmData", 0, "-d")}
+
+
+def address_shortage(nbytes: int, threads: int) -> str | None:
+    """None if this process may still reserve `nbytes`, and what `threads` threads reserve; else a line of refusal.
+
+    A soft limit is raised as far as the hard one allows.
+    """
+    stack = raised_limit("STACK", 0) or STACK_BYTES
+    for limit, (field, a_thread, option) in ADDRESS_LIMITS.items():
+        used = status_bytes(field) or resident_bytes() or 0
+        needed = used + nbytes + threads * (stack + a_thread)
+        allowed = raised_limit(limit, needed)
+        if allowed is not None and allowed < needed:
+            return (f"this process would reserve {needed / 1e6:.0f} MB, {threads} threads included, but is limited to "
+                    f"{allowed / 1e6:.0f} MB: run it where `ulimit {option}` is at least {-(-needed // 1024)}")
+    return None
 
 
 def make_nonblocking(fd: int) -> None:
@@ -223,7 +334,9 @@ def make_nonblocking(fd: int) -> None:
 
 __all__ = [
     "SEEK_READ_MAX", "pread", "has_direct", "open_read", "keep_uncached", "forget_pages", "expect_sequential",
-    "zero_pages", "COMPILED_PREAD", "data_runs", "disk_bytes", "sync_folder", "return_freed_memory",
-    "trim_freed_memory", "status_bytes", "resident_bytes", "peak_bytes", "read_call_bytes", "machine_free_bytes",
-    "allow_open_files", "make_nonblocking",
+    "zero_pages", "COMPILED_PREAD", "data_runs", "disk_bytes", "sync_folder", "lock_file", "return_freed_memory",
+    "trim_freed_memory", "system_lines", "system_number", "system_fields", "status_bytes", "resident_bytes",
+    "resident_file_bytes", "peak_bytes", "read_call_bytes", "machine_free", "raised_limit", "allow_open_files",
+    "open_files_shortage", "startable_threads", "STACK_BYTES", "ARENA_BYTES", "ADDRESS_LIMITS", "address_shortage",
+    "make_nonblocking",
 ]

@@ -99,7 +99,8 @@ def sizes(config: Config) -> dict[str, int]:
 
 
 TEXT_STACK = "language_model."
-LAYER_PATTERN = "language_model.model.layers.#."
+LAYER_PREFIX = "language_model.model.layers."
+LAYER_PATTERN = LAYER_PREFIX + "#."
 EXPERT_PATTERN = LAYER_PATTERN + "block_sparse_moe.experts.#."
 EXPERT_TENSORS = {row.short: LAYER_PATTERN + row.name for row in _EXPERT}  # the pattern of w1, w1_scale, ...
 
@@ -321,15 +322,21 @@ class TensorList(Protocol):
     def __contains__(self, name: str) -> bool: ...
     def extent(self, name: str) -> Any: ...
     def names(self) -> Iterator[str]: ...
-    def count_of(self, prefix: str) -> int: ...
+    def count_of(self, prefix: str, layers: range | None = None) -> int: ...
     def kinds_of(self, pattern: str, layers: Sequence[int], experts: Sequence[int]) -> set: ...
+
+
+def more_layers(config: Config) -> range:
+    "The numbers of the layers after the last, which predict further tokens and which greedy decoding does not use."
+    return range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
 
 
 def _families_agree(config: Config, checkpoint: TensorList) -> bool:
     "Are the text stack's tensors in `checkpoint` exactly those the config implies?"
     lines = list(families(config))
     implied = sum(len(f.layers) * len(f.experts) for f in lines)
-    return checkpoint.count_of(TEXT_STACK) == implied and all(
+    more = checkpoint.count_of(LAYER_PREFIX, more_layers(config))
+    return checkpoint.count_of(TEXT_STACK) == implied + more and all(
         kind is not None and kind[0] == f.dtype and shape_fits(config, f.pattern, f.shape, kind[1])
         for f in lines for kind in checkpoint.kinds_of(f.pattern, f.layers, f.experts))
 
@@ -337,8 +344,8 @@ def _families_agree(config: Config, checkpoint: TensorList) -> bool:
 def check_tensors(config: Config, checkpoint: TensorList) -> None:
     """Raise CheckpointError unless the text stack's tensors in `checkpoint` are those the config implies and no others.
 
-    The message names the file, the tensor that is missing, different or not implied, what was found and what was
-    expected.
+    Tensors of more_layers(config) are not looked at. The message names the file, the tensor that is missing, different
+    or not implied, what was found and what was expected.
     """
     if _families_agree(config, checkpoint):
         return
@@ -354,16 +361,17 @@ def check_tensors(config: Config, checkpoint: TensorList) -> None:
     if missing:
         raise CheckpointError(f"{checkpoint.path}: {len(missing)} tensors are missing: "
                               f"{', '.join(missing[:4])}{', ...' * (len(missing) > 4)}")
-    known = {name for name, _, _ in text_tensors(config)}
-    extra = next(name for name in checkpoint.names() if name.startswith(TEXT_STACK) and name not in known)
+    known, more = {name for name, _, _ in text_tensors(config)}, more_layers(config)
+    extra = next(name for name in checkpoint.names()
+                 if name.startswith(TEXT_STACK) and name not in known and layer_of(name) not in more)
     raise CheckpointError(f"{checkpoint.extent(extra).file}: {extra} found, expected no tensor of that name: "
                           "the config does not imply it")
 
 
 __all__ = [
-    "Row", "TABLE", "sizes", "TEXT_STACK", "LAYER_PATTERN", "EXPERT_PATTERN", "EXPERT_TENSORS", "ATTENTION_NORMS",
-    "FFN_NORMS", "EMBED", "HEAD", "FINAL", "tensor_name", "expert_name", "layer_parts", "split_name", "join_name",
-    "Place", "place_of", "layer_of", "PARTS", "census_part", "part_of", "Tensor", "layer_tensors", "global_tensors",
-    "text_tensors", "forward_order", "row_multiples", "HasShape", "is_matrix", "is_router", "Family", "families",
-    "used_entries", "shape_fits", "TensorList", "check_tensors",
+    "Row", "TABLE", "sizes", "TEXT_STACK", "LAYER_PREFIX", "LAYER_PATTERN", "EXPERT_PATTERN", "EXPERT_TENSORS",
+    "ATTENTION_NORMS", "FFN_NORMS", "EMBED", "HEAD", "FINAL", "tensor_name", "expert_name", "layer_parts",
+    "split_name", "join_name", "Place", "place_of", "layer_of", "PARTS", "census_part", "part_of", "Tensor",
+    "layer_tensors", "global_tensors", "text_tensors", "forward_order", "row_multiples", "HasShape", "is_matrix",
+    "is_router", "Family", "families", "used_entries", "shape_fits", "TensorList", "more_layers", "check_tensors",
 ]

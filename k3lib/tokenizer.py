@@ -7,16 +7,16 @@ import binascii
 import codecs
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Set
 from itertools import groupby, pairwise
-from operator import index
 from pathlib import Path
 from typing import Any
 import numpy as np
 import tokenizers
 from k3lib.system import trim_freed_memory
-from k3lib.fileio import UsageError, json_object, small_file
+from k3lib.fileio import MissingFile, UsageError, json_object, given_path, shown_value, small_file
 from k3lib.config import Config
+from k3lib.memory import whole_number
 
 
 class TokenizerError(UsageError):
@@ -45,10 +45,13 @@ def token_of(line: bytes, rank: int, where: str) -> bytes:
 def read_ranks(path: str | os.PathLike) -> tuple[bytes, np.ndarray]:
     """The tokens in `tiktoken.model` by rank: their bytes in one string `blob`, and `offsets` uint32 [ranks + 1].
 
-    Token i is blob[offsets[i]:offsets[i + 1]]. Raises FileNotFoundError, and TokenizerError for a file that is damaged.
+    Token i is blob[offsets[i]:offsets[i + 1]]. Raises MissingFile, and TokenizerError for a file that is damaged.
     """
     blob, ends, line_of = bytearray(), [0], dict[bytes, int]()
     lines = small_file(Path(path), MAX_RANKS_BYTES, TokenizerError).removesuffix(b"\n").split(b"\n")
+    if lines[0].endswith(b"\r"):
+        raise TokenizerError(f"{path}: lines end with CR LF, expected LF alone: the file was converted as text on its "
+                             "way here; fetch it again byte for byte")
     for number, line in enumerate(lines, 1):
         where = f"{path} line {number}"
         token = token_of(line, number - 1, where)
@@ -135,8 +138,34 @@ def cut(text: str) -> Iterator[str]:
         yield chunk[begin:]
 
 
+NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # what the error handler 'surrogateescape' makes of bytes
+
+
+def text_parts(blocks: Iterable[str]) -> Iterator[tuple[bool, str]]:
+    """(not UTF-8, part): the parts that are encoded alone of the text that the `blocks` hold in order.
+
+    A part is a run of bytes that are not UTF-8, at most RUN_CHARS of them as lone surrogates, or text without any.
+    """
+    kept, broken = "", False
+
+    def complete(text):
+        return ((broken, part) for part in ([text] if broken else cut(text)) if part)
+
+    for block in blocks:
+        for i, run in enumerate(NOT_UTF8.split(block)):
+            if run and broken != bool(i % 2):
+                yield from complete(kept)
+                kept, broken = "", not broken
+            kept += run
+            most = RUN_CHARS if broken else CUT_CHARS
+            while len(kept) >= most:
+                yield from complete(kept[:most])
+                kept = kept[most:]
+    yield from complete(kept)
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    "The JSON object in the file `path`, read as strictly as a header (5.5). Raises FileNotFoundError, TokenizerError."
+    "The JSON object in the file `path`, read as strictly as a header (5.5). Raises MissingFile, TokenizerError."
     return json_object(small_file(path, MAX_JSON_BYTES, TokenizerError), path, TokenizerError)
 
 
@@ -197,14 +226,32 @@ def stop_ids(path: Path, tree: dict[str, Any], ids: dict[str, int]) -> tuple[int
     return tuple(sorted({ids[name] for name in ("<|end_of_msg|>", "[EOS]", eos) if name in ids}))
 
 
+def ids_argument(name: str, ids: Any) -> Iterable[Any]:
+    "`ids`, which its caller reads once. Raises UsageError, which says `name`, unless it is a sequence or an iterator."
+    wrong = isinstance(ids, (str, bytes, bytearray, memoryview, Set, Mapping)) or not isinstance(ids, Iterable)
+    if wrong or isinstance(ids, np.ndarray) and ids.ndim != 1:
+        raise UsageError(f"{name} is {shown_value(ids)}: token ids in their order are needed, as in a list")
+    return ids
+
+
+def is_whole(value: object) -> bool:
+    "Is `value` a whole number of Python or NumPy? True and False are none."
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 class StreamDecoder:
     """Turns ids into text as they come, whole characters only. Bytes of an unfinished character wait for the next id.
 
     `errors` is a codec's error handler for invalid bytes: 'replace' shows U+FFFD, 'surrogateescape' keeps the bytes,
-    and text.encode('utf-8', 'surrogateescape') gives them back.
+    and text.encode('utf-8', 'surrogateescape') gives them back. Raises UsageError if there is no such handler.
     """
 
     def __init__(self, tokenizer: "Tokenizer", errors: str = "replace"):
+        try:
+            codecs.lookup_error(errors)
+        except (LookupError, TypeError, ValueError):
+            raise UsageError(f"errors is {shown_value(errors)}: the name of an error handler is needed, as 'replace' "
+                             "or 'surrogateescape'") from None
         self.tokenizer = tokenizer
         self.utf8 = codecs.getincrementaldecoder("utf-8")(errors)
 
@@ -227,11 +274,13 @@ class Tokenizer:
     def __init__(self, model_dir: str | os.PathLike, vocab_size: int | None = None):
         """Read the table. `vocab_size` None means one more than the last named control id.
 
-        Raises FileNotFoundError, and TokenizerError for files that are damaged or contradict each other.
+        Raises MissingFile, TokenizerError for files that are damaged or contradict each other, and UsageError for an
+        argument of a wrong type.
         """
-        folder = Path(model_dir)
+        folder = given_path("model_dir", model_dir)
+        vocab_size = None if vocab_size is None else whole_number("vocab_size", vocab_size, 1, 1 << 30)
         if not folder.is_dir():
-            raise FileNotFoundError(f"{folder}: no such model folder")
+            raise MissingFile(f"{folder}: no such model folder")
         path = folder / "tokenizer_config.json"
         self.blob, self.offsets = read_ranks(folder / "tiktoken.model")
         self.ranks = len(self.offsets) - 1
@@ -244,32 +293,47 @@ class Tokenizer:
 
     def token(self, token_id: int) -> bytes:
         "The bytes of one id; for a control id, those of its name. Raises TokenizerError if there is no such id."
-        i = index(token_id)
-        if not 0 <= i < self.vocab_size:
-            raise TokenizerError(f"token id {i}: expected 0..{self.vocab_size - 1}")
-        if i >= self.ranks:
-            return self.special_names[i - self.ranks].encode()
-        return self.blob[self.offsets[i] : self.offsets[i + 1]]
+        if not is_whole(token_id) or not 0 <= token_id < self.vocab_size:
+            raise TokenizerError(f"token id {shown_value(token_id)}: expected 0..{self.vocab_size - 1}")
+        if token_id >= self.ranks:
+            return self.special_names[token_id - self.ranks].encode()
+        return self.blob[self.offsets[token_id] : self.offsets[token_id + 1]]
 
-    def encode(self, text: str | bytes, allow_special: bool = False) -> list[int]:
+    def encode(self, text: str | bytes | bytearray | memoryview, allow_special: bool = False) -> list[int]:
         """Ids of `text`. Names of control tokens are plain text unless `allow_special`.
 
-        Bytes that are not UTF-8 are kept. A lone surrogate of a str has no bytes and becomes U+FFFD.
+        Bytes that are not UTF-8 are kept. A lone surrogate of a str has no bytes and becomes U+FFFD. Raises UsageError
+        for anything but text.
         """
+        if allow_special not in (0, 1):
+            raise UsageError(f"allow_special is {shown_value(allow_special)}: True or False is needed")
         if isinstance(text, str):
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            decoder = codecs.getincrementaldecoder("utf-16-le")("replace")
+            blocks: Iterable[bytes] = (block.encode("utf-16-le", "surrogatepass") for block in slices(text))
+        elif isinstance(text, (bytes, bytearray, memoryview)):
+            decoder, blocks = codecs.getincrementaldecoder("utf-8")("surrogateescape"), slices(bytes(text))
         else:
-            text = bytes(text).decode("utf-8", "surrogateescape")
+            raise UsageError(f"text is {shown_value(text)}: text is needed, a str or bytes")
+        return [i for ids in self._encoded(decoder, blocks, allow_special) for i in ids]
+
+    def encode_blocks(self, blocks: Iterable[bytes]) -> Iterator[list[int]]:
+        """Ids of the bytes that `blocks` hold in order, those of one part at a time: together those of `encode`.
+
+        Memory is bounded, however long the text is: that of a block and of a part (5.21.5). Raises UsageError.
+        """
+        if not isinstance(blocks, Iterable):
+            raise UsageError(f"blocks is {shown_value(blocks)}: bytes in blocks are needed")
+        return self._encoded(codecs.getincrementaldecoder("utf-8")("surrogateescape"), blocks, False)
+
+    def _encoded(self, decoder, blocks, allow_special):
+        "Yields the ids of each part of what `decoder` makes of `blocks`."
         encoder = self.encoder = self.encoder or build_encoder(self.blob, self.offsets)
-        ids: list[int] = []
-        for i, piece in enumerate(re.split("([\udc80-\udcff]+)", text)):
-            if i % 2:  # a run of bytes that are not UTF-8, merged by rank as one piece
-                data = piece.encode("utf-8", "surrogateescape")
-                ids += [token.id for token in encoder.model.tokenize(as_chars(data))]
+        for broken, part in text_parts(decoded(decoder, blocks)):
+            if broken:
+                data = part.encode("utf-8", "surrogateescape")
+                yield [token.id for token in encoder.model.tokenize(as_chars(data))]
             else:
-                for part in cut(piece):
-                    ids += self._encode_part(encoder, part, allow_special)
-        return ids
+                yield self._encode_part(encoder, part, allow_special)
 
     def _encode_part(self, encoder, part, allow_special):
         "Ids of a part of a text without surrogates."
@@ -281,22 +345,39 @@ class Tokenizer:
             ids += [self.special_ids[piece]] if i % 2 else encoder.encode(piece, add_special_tokens=False).ids
         return ids
 
-    def encode_segments(self, segments: Iterable[tuple[str, Any]]) -> list[int]:
-        "Ids of (text, allow_special) pairs, each encoded alone."
-        return [i for text, allow_special in segments for i in self.encode(text, bool(allow_special))]
+    def encode_segments(self, segments: Iterable[tuple[str, bool]]) -> list[int]:
+        "Ids of (text, allow_special) pairs, each encoded alone. Raises UsageError."
+        return [i for text, allow_special in segments for i in self.encode(text, allow_special)]
 
     def decode(self, ids: Iterable[int]) -> bytes:
-        "The bytes of a sequence of ids, exactly; they need not be whole UTF-8. Raises TokenizerError."
-        return b"".join(map(self.token, ids))
+        "The bytes of a sequence of ids, exactly; they need not be whole UTF-8. Raises TokenizerError, UsageError."
+        return b"".join(map(self.token, ids_argument("ids", ids)))
 
     def stream(self, errors: str = "replace") -> StreamDecoder:
-        "A new StreamDecoder over this vocabulary."
+        "A new StreamDecoder over this vocabulary. Raises UsageError."
         return StreamDecoder(self, errors)
 
     def drop_encoder(self) -> None:
         "Free the encoder, over 100 MB for the released vocabulary, and give its memory back to the system."
         self.encoder = None
         trim_freed_memory()
+
+
+BLOCK = 1 << 16  # characters or bytes that are decoded at a time
+
+
+def slices(text: Any) -> Iterator[Any]:
+    "The str or bytes `text` in blocks."
+    return (text[i : i + BLOCK] for i in range(0, len(text), BLOCK))
+
+
+def decoded(decoder: codecs.IncrementalDecoder, blocks: Iterable[bytes]) -> Iterator[str]:
+    "The text of `blocks`, in blocks. Raises UsageError for a block that is not bytes."
+    for block in blocks:
+        if not isinstance(block, bytes):
+            raise UsageError(f"a block of the text is {shown_value(block)}: bytes are needed")
+        yield decoder.decode(block)
+    yield decoder.decode(b"", final=True)
 
 
 def open_tokenizer(path: str | os.PathLike, config: Config) -> Tokenizer | None:
@@ -307,6 +388,6 @@ def open_tokenizer(path: str | os.PathLike, config: Config) -> Tokenizer | None:
 __all__ = [
     "TokenizerError", "MAX_RANKS_BYTES", "MAX_JSON_BYTES", "token_of", "read_ranks", "UPPER", "LOWER", "ENDING",
     "PATTERN", "byte_alphabet", "BYTE_CHARS", "as_chars", "build_encoder", "CUT_CHARS", "RUN_CHARS", "cut",
-    "read_json", "named_specials", "MAX_SPECIALS", "all_specials", "stop_ids", "StreamDecoder", "Tokenizer",
-    "open_tokenizer",
+    "NOT_UTF8", "text_parts", "read_json", "named_specials", "MAX_SPECIALS", "all_specials", "stop_ids",
+    "ids_argument", "is_whole", "StreamDecoder", "Tokenizer", "BLOCK", "slices", "decoded", "open_tokenizer",
 ]

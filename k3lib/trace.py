@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from k3lib.fileio import UsageError
+from k3lib.fileio import MissingFile, UsageError
 
 
 Pass = list[tuple[int, list[int]]]  # (layer, experts) for each MoE layer, in the order of the requests
 
 MAX_EXPERTS = 1 << 16  # the most that a layer may have; a larger number of an expert is damage
+MAX_TRACE_BYTES = 1 << 28  # of a file that is read whole: as Python's lists it takes fifteen times the memory
 
 
 class TraceError(UsageError):
@@ -28,11 +29,13 @@ def packed_trace(requests: list[tuple[int, int]]) -> bytes:
 def read_trace(path: str | PathLike) -> list[Pass]:
     """The passes of a trace file, each a list of (layer, experts), in the order of the requests.
 
-    Raises FileNotFoundError if there is no such file. Raises TraceError if the file ends too early, if an expert's
-    number is too large, or if a pass has other layers than the first.
+    Raises MissingFile if there is no such file. Raises TraceError if the file ends too early or is too long, if an
+    expert's number is too large, or if a pass has other layers than the first.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"{path}: {'is a folder' if Path(path).is_dir() else 'no such file'}")
+        raise MissingFile(f"{path}: {'is a folder' if Path(path).is_dir() else 'no such file'}")
+    if (size := Path(path).stat().st_size) > MAX_TRACE_BYTES:
+        raise TraceError(f"{path}: {size:,} bytes, expected {MAX_TRACE_BYTES:,} at most: replay the first passes alone")
     data = Path(path).read_bytes()
     if not data or len(data) % 8:
         raise TraceError(f"{path}: ends at byte {len(data)}, but a trace is whole requests of 8 bytes, at least one")
@@ -77,5 +80,5 @@ def steps_of(passes: list[Pass]) -> tuple[list[Pass], int]:
 
 
 __all__ = [
-    "Pass", "MAX_EXPERTS", "TraceError", "packed_trace", "read_trace", "steps_of",
+    "Pass", "MAX_EXPERTS", "MAX_TRACE_BYTES", "TraceError", "packed_trace", "read_trace", "steps_of",
 ]

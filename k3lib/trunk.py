@@ -5,6 +5,7 @@ Made from book/05_streaming/13_trunk.py: edit that, then run `make export`.
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ class Trunk:
 
     `resident`: {name: ResidentMatrix, or a float32 vector}. progress(nbytes) is called when one of them has been read.
     Between two calls of begin(), weight() is called once for each streamed matrix, in the order of layout.streamed.
-    Raises CheckpointError.
+    Raises CheckpointError. Dropping a trunk ends its readers, as close() does, without waiting for them.
     """
 
     def __init__(self, layout: TrunkLayout, files: Files, progress: Callable[[int], Any] | None = None):
@@ -98,8 +99,7 @@ class Trunk:
         "Add a pool that reads `blocks` over and over, if there are any blocks."
         if blocks:
             memory = [page_buffer(buffers.nbytes) for _ in range(buffers.count)]
-            pool = Prefetcher(lambda block, buffer: read_rows(self.files, block, buffer), memory, readers, read_ahead,
-                              name)
+            pool = Prefetcher(partial(read_rows, self.files), memory, readers, read_ahead, name)
             self._pools[name] = pool, blocks
             pool.restart(blocks, cyclic=True)
 

@@ -1,6 +1,6 @@
-"""5.23 Whether every byte is the one that was published
+"""5.27 Whether every byte is the one that was published
 
-Made from book/05_streaming/23_verify.py: edit that, then run `make export`.
+Made from book/05_streaming/27_verify.py: edit that, then run `make export`.
 """
 
 import hashlib
@@ -18,11 +18,14 @@ from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from k3lib.system import expect_sequential, forget_pages
-from k3lib.fileio import CheckpointError, open_shard, read_exactly
+from k3lib.fileio import (
+    CheckpointError, MissingFile, UsageError, given_path, open_shard, read_exactly, shown_value,
+)
 from k3lib.config import Config
 from k3lib.tensors import families
 from k3lib.header import ITEMSIZE, parse_header, read_header
 from k3lib.checkpoint import INDEX, Checkpoint
+from k3lib.memory import whole_number
 
 
 class FileStamp(NamedTuple):
@@ -58,6 +61,8 @@ class FileHashes(NamedTuple):
 
 
 def _new_hash(kind, size):
+    if kind not in KINDS.values():
+        raise UsageError(f"kind of hash is {shown_value(kind)}, expected {SHA256!r} or {GIT!r}")
     return hashlib.sha256() if kind == SHA256 else hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
 
 
@@ -66,8 +71,9 @@ def hashes(path: str | Path, kinds: Iterable[str], progress: Callable[[int], obj
     """The hashes of `kinds`, out of SHA256 and GIT, of the file at `path`; None if `stop` was set before the end.
 
     `progress` is called with the number of bytes of each read, of `read_bytes` at most. Raises CheckpointError if the
-    file cannot be read, or changes while it is read.
+    file cannot be read, or changes while it is read; UsageError for another kind.
     """
+    path, read_bytes = given_path("path", path), whole_number("read_bytes", read_bytes, 1, 1 << 30)
     with open_shard(path) as file:
         fd = file.fileno()
         before = file_stamp(os.fstat(fd))
@@ -101,10 +107,11 @@ def manifest_text(found: dict[str, str]) -> str:
 def read_manifest(path: str | Path) -> dict[str, str]:
     """{name: SHA-256} of a sha256sum file.
 
-    Raises FileNotFoundError if there is no such file, CheckpointError if it is no manifest.
+    Raises FileNotFoundError if there is no such file, CheckpointError if it is no manifest, UsageError for no path.
     """
+    path = given_path("path", path)
     if not os.path.lexists(path):
-        raise FileNotFoundError(f"{path}: no such manifest")
+        raise MissingFile(f"{path}: no such manifest")
     with open_shard(path) as file:
         text = bytearray(min(os.fstat(file.fileno()).st_size, MANIFEST_MAX + 1))
         read_exactly(file, text, 0, path)
@@ -124,7 +131,7 @@ def read_manifest(path: str | Path) -> dict[str, str]:
 
 def manifest_path(folder: str | Path) -> Path:
     "Where the manifest of the model in `folder` is looked for: beside it, or beside `snapshots` in a hub cache."
-    folder = Path(folder).resolve()
+    folder = given_path("folder", folder).resolve()
     home = folder.parents[1] if folder.parent.name == "snapshots" else folder.parent
     return home / f"{folder.name}.sha256"
 
@@ -218,7 +225,7 @@ class HashLog:
     def add(self, name: str, stamp: FileStamp, digest: str) -> None:
         "Append the line of a file. A failure is noted, not raised."
         try:
-            with open(self.path, "a", encoding="utf-8") as file:
+            with open(self.path, "a", encoding="utf-8", newline="\n") as file:
                 file.write(" ".join([digest, *map(str, stamp), f"{name}\n"]))
         except OSError as error:
             self.failure = f"{self.path}: {error.strerror}"
@@ -236,6 +243,7 @@ class Verified:
     """What verify() has compared with what.
 
     `damaged`: {file name, or the model's path for a fault of several files: a line that says what is wrong}.
+    `unusual`: lines on what is odd and changes no number.
     `compared`: {source of expected hashes: how many files have them}. `unknown`: names of files without an
     expected hash. `hashes`: {name: SHA-256} of the files that were hashed and are not damaged. `resumed`: how many of
     them an unfinished run had hashed. `not_kept`: why a later run cannot continue this one, or None.
@@ -248,6 +256,7 @@ class Verified:
     config_checked: bool = False
     published_sizes: bool = False
     damaged: dict[str, str] = field(default_factory=dict)
+    unusual: list[str] = field(default_factory=list)
     compared: dict[str, int] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     hashes: dict[str, str] = field(default_factory=dict)
@@ -263,7 +272,8 @@ class Verified:
     def text(self) -> str:
         "The account as a table of two columns."
         damaged = f"{len(self.damaged)}: {', '.join(self.damaged)}" if self.damaged else "nothing found"
-        rows = [*self._structure(), *self._contents(), ("damaged", damaged)]
+        unusual = [("unusual", f"but harmless: {line}") for line in self.unusual]
+        rows = [*self._structure(), *self._contents(), *unusual, ("damaged", damaged)]
         return "\n".join([f"{self.model}: {len(self.files)} files", *(f"  {what:<17}{text}" for what, text in rows)])
 
     def _structure(self):
@@ -298,7 +308,9 @@ def _check_structure(result, folder, config, check):
     "Compare headers, index, config and sizes, and note the outcome in `result`."
     try:
         with Checkpoint(folder) as checkpoint:
-            result.tensors = len(checkpoint)
+            result.tensors, result.unusual = len(checkpoint), [*checkpoint.unusual, *(config.unusual if config else ())]
+            others = [name for file in checkpoint.files if (name := os.path.basename(file)) not in result.shards]
+            result.shards, result.files = result.shards + others, result.files + others
             if check is not None:
                 check(config, checkpoint)
                 result.config_checked = True
@@ -433,14 +445,18 @@ def verify(path: str | Path, config: Config | None = None, check: Callable[[Conf
     `manifest`: a sha256sum file; None means the one at manifest_path, if there is one. `every`: hash also files without
     an expected hash. `threads`: files hashed at a time, by default one a core, at most 8. `show` is called with a line
     for each fault when it is found. `progress(bytes)` gives a bar for a `with` block, whose update() is called with the
-    bytes of each read. Raises FileNotFoundError, and CheckpointError if `manifest` is no manifest.
+    bytes of each read. Raises FileNotFoundError, CheckpointError if `manifest` is no manifest, and UsageError for an
+    argument of a wrong type.
     """
-    folder = Path(path)
+    folder, manifest = given_path("path", path), None if manifest is None else given_path("manifest", manifest)
+    threads = min(8, os.cpu_count() or 1) if threads is None else whole_number("threads", threads, 1, 1024)
+    if config is not None and not isinstance(config, Config):
+        raise UsageError(f"config is {shown_value(config)}: a Config is needed, as read_config returns it")
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such model folder")
+        raise MissingFile(f"{folder}: no such model folder")
     if manifest is not None and not every and not os.path.lexists(manifest):
-        raise FileNotFoundError(f"{manifest}: no such manifest")
-    manifest = manifest_path(folder) if manifest is None else Path(manifest)
+        raise MissingFile(f"{manifest}: no such manifest")
+    manifest = manifest or manifest_path(folder)
     result = Verified(str(path), sorted(name for name in os.listdir(folder) if _SHARD_FILE.fullmatch(name)))
     result.files = result.shards + [name for name in SMALL if (folder / name).is_file()]
     _check_structure(result, folder, config, check)
@@ -449,7 +465,7 @@ def verify(path: str | Path, config: Config | None = None, check: Callable[[Conf
         show(line)
     result.unknown = [name for name in result.files if not expected[name]]
     comparison = Comparison(result, folder, expected, log)
-    _compare_all(comparison, every, threads or min(8, os.cpu_count() or 1), show, progress)
+    _compare_all(comparison, every, threads, show, progress)
     if not result.damaged:
         log.remove()
     result.not_kept = log.failure

@@ -25,6 +25,7 @@ from numba import njit, prange
 from scale import machine
 
 import k3lib
+from k3lib.display import complain
 from k3lib.kda import kda_recurrent
 from k3lib.matmul import PackedMatrix, ResidentMatrix, linear
 from k3lib.mla import attend
@@ -296,17 +297,17 @@ def main():
     result = {"machine": machine(), "date": str(date.today()), "threads": numba.config.NUMBA_NUM_THREADS}
     for measure in (cold_start, full_shape, kernels, context, streaming):
         result[measure.__name__] = measure(sizes)
-        print(f"{measure.__name__}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+        complain(f"{measure.__name__}: {time.perf_counter() - began:.0f} s")
+    args.json.parent.mkdir(exist_ok=True)
+    args.json.write_text(json.dumps(result, indent=1) + "\n", "utf-8", newline="\n")
+    if not args.quick:
+        history.append("bench", result["machine"], {what: measured for what, measured, *_ in table(result)})
+    figure(result, args.json.with_suffix(".png"))
     print(f"{result['machine']['cpu']}, {result['machine']['cores']} cores, {result['date']}; "
           "the full shape and the slice have synthetic weights")
     for what, measured, target, met in table(result):
         verdict = "" if met is None else ("met:    " if met else "NOT met: ") + target
         print(f"  {what:<50}{measured:>20}   {verdict}")
-    args.json.parent.mkdir(exist_ok=True)
-    args.json.write_text(json.dumps(result, indent=1) + "\n")
-    if not args.quick:
-        history.append("bench", result["machine"], {what: measured for what, measured, *_ in table(result)})
-    figure(result, args.json.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ def pytest_configure(config):
 
 
 # Two workers take whole files, in this order. What takes long comes first, so that short files are left for the end.
-LONG = ["test_budgets.py", "test_contract.py", "test_faults.py", "test_cli.py", "test_checkpoint.py"]
+LONG = ["test_budgets.py", "test_contract.py", "test_faults.py", "test_cli.py", "test_checkpoint.py",
+        "test_display.py", "test_long_runs.py"]
 
 
 def rank(item):
@@ -44,8 +45,12 @@ def everything(request):
 
 @pytest.fixture
 def steady(monkeypatch):
-    "A process of 150 MB to every plan: a real one grows a little between asking for the least budget and spending it."
+    """A process of 150 MB, with all kernels, to every plan.
+
+    A real one grows a little between asking for the least budget and spending it.
+    """
     monkeypatch.setattr(plan, "resident_bytes", lambda: 150_000_000)
+    monkeypatch.setattr(plan, "compiles_here", lambda apart: False)
 
 
 @pytest.fixture

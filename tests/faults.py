@@ -1,8 +1,11 @@
-"""`make faults`: damage the embedded model in some hundred seeded ways, decode each, and say what came of it.
+"""`make faults`: spoil the embedded model, or what is around it, in some hundred seeded ways, and say what came of it.
 
 Right are two answers: the ids of the undamaged model, or an error of the right kind (its exit code, one line, and in it
 the name of the file, tensor or field). Other ids without an error are right only where no reader could know without a
 manifest, and only if `k3 verify` then finds the damage. Exit code 1 if any case is wrong.
+
+The classes below spoil the model's files, or write them in an unusual way, and call the command in this process. Those
+of situations.py spoil outputs, displays, caches, files of the system and limits, and call it in processes of their own.
 """
 import argparse
 import base64
@@ -21,13 +24,16 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import common
+import situations
 from common import MODEL
 
 import k3lib.synth  # noqa: F401 what an error's exit code is may not have to be looked up without the right to read it
+from k3lib.display import Display
 
 INDEX, CONFIG, RANKS, CONTROL = "model.safetensors.index.json", "config.json", "tiktoken.model", "tokenizer_config.json"
 SHARDS = sorted(path.name for path in MODEL.glob("*.safetensors"))
@@ -131,17 +137,23 @@ def at(path, value):
 ABSENT = object()
 
 
+def held_by_shard():
+    "The undamaged model as {shard: {tensor: (dtype, shape, bytes)}}."
+    model = {}
+    for shard, entries in HEADERS.items():
+        payload = taken_apart((MODEL / shard).read_bytes())[1]
+        model[shard] = {name: (e["dtype"], e["shape"], payload[slice(*e["data_offsets"])])
+                        for name, e in entries.items()}
+    return model
+
+
 def tensors(edit, indexed=True):
     """Damage: `edit` the model as {shard: {tensor: (dtype, shape, bytes)}}, then write the shards that differ.
 
     Their headers and payloads agree, and so does the index if `indexed`.
     """
     def damage(folder):
-        model = {}
-        for shard, entries in HEADERS.items():
-            payload = taken_apart((MODEL / shard).read_bytes())[1]
-            model[shard] = {name: (e["dtype"], e["shape"], payload[slice(*e["data_offsets"])])
-                            for name, e in entries.items()}
+        model = held_by_shard()
         before = {shard: dict(held) for shard, held in model.items()}
         edit(model)
         for shard, held in model.items():
@@ -225,8 +237,6 @@ def header_text(rng):
         "cut": lambda e: json.dumps(e).encode()[:-20], "text after it": lambda e: json.dumps(e).encode() + b" x",
         "two objects": lambda e: json.dumps(e).encode() + b"{}",
         "a byte order mark": lambda e: b"\xef\xbb\xbf" + json.dumps(e).encode(),
-        "metadata of numbers": lambda e: {**e, "__metadata__": {"format": 1}},
-        "metadata a list": lambda e: {**e, "__metadata__": []},
         "half a surrogate pair": lambda e: {"\ud800": {}, **e},
         "a number of 5,000 digits": lambda e: json.dumps(e).encode()[:-1] + b',"x":' + b"9" * 5000 + b"}",
     }.items():
@@ -241,8 +251,9 @@ def header_text(rng):
     for how in {"indent": 1}, {"separators": (" , ", " : ")}, {"sort_keys": True}:
         shard = rng.choice(USED)
         yield f"written with {how}", header(shard, lambda e, how=how: json.dumps(e, **how).encode()), HARMLESS
-    shard = rng.choice(USED)
-    yield "metadata of text", header(shard, lambda e: {**e, "__metadata__": {"by": "hand"}}), HARMLESS
+    for notes in {"by": "hand"}, None, {"format": 1}, [], "pt", {"a": {"b": [1]}}:  # nothing is computed from them
+        shard = rng.choice(SHARDS)
+        yield f"metadata {notes}", header(shard, lambda e, n=notes: {**e, "__metadata__": n}), HARMLESS
     for _ in range(30):
         shard = rng.choice(USED)
         what, damage = some_byte(rng, shard, 8, 8 + int.from_bytes((MODEL / shard).read_bytes()[:8], "little"))
@@ -281,6 +292,11 @@ def header_fields(rng):
         yield "shape turned round", entry(shard, name, shape=mine["shape"][::-1]), REFUSED, 4, (shard, name)
     shard, name, mine = some_tensor(rng, SHARDS[14:], lambda name, e: e["shape"] != [1])
     yield "shape of the image side grows", entry(shard, name, shape=[*mine["shape"], 2]), REFUSED, 4, (shard, name)
+    for dtype in "F8_E8M0FNU", "bf16", "":
+        shard, name, _ = some_tensor(rng, SHARDS[14:])
+        yield f"type {dtype!r} of the image side", entry(shard, name, dtype=dtype), HARMLESS
+    shard, name, _ = some_tensor(rng)
+    yield "a field without a meaning", entry(shard, name, strides=[1]), HARMLESS
 
 
 @group
@@ -336,8 +352,7 @@ def held_tensors(rng):
         shard = rng.choice(USED)
         more = lambda m, s=shard, n=name: m[s].update({n: ("U8", [4], b"abcd")})
         yield f"one more, {name!r}", tensors(more), HARMLESS
-        yield (f"one more, {name!r}, not in the index", tensors(more, False), REFUSED, 4,
-               (INDEX, ("total_size", repr(name))))
+        yield f"one more, {name!r}, not in the index", tensors(more, False), HARMLESS
     for _ in range(4):
         shard, name, _ = some_tensor(rng)
         other = name + "_"
@@ -391,15 +406,22 @@ def index(rng):
         yield (f"{name} listed with another name",
                tree(INDEX, lambda i, n=name: i["weight_map"].update({n + ".": i["weight_map"].pop(n)})), REFUSED, 4,
                (INDEX, name))
-    for label, change in {
+    for label, change in {  # nothing is computed from these
         "total_size + 1": lambda i: i["metadata"].update(total_size=i["metadata"]["total_size"] + 1),
         "total_size 0": lambda i: i["metadata"].update(total_size=0),
         "total_size text": lambda i: i["metadata"].update(total_size="6612160"),
         "total_size NaN": lambda i: i["metadata"].update(total_size=float("nan")),
+        "metadata 3": lambda i: i.update(metadata=3),
+        "a tensor of the image side not listed": lambda i: i["weight_map"].pop(rng.choice([*HEADERS[SHARDS[14]]])),
+        "a tensor of the image side elsewhere": lambda i: i["weight_map"].update(
+            {rng.choice([*HEADERS[SHARDS[15]]]): SHARDS[3]}),
+        "a tensor that no file has": lambda i: i["weight_map"].update({"audio.w": "audio.safetensors"}),
+    }.items():
+        yield label, tree(INDEX, lambda i, c=change: c(i) and None), HARMLESS
+    for label, change in {
         "no weight_map": lambda i: i.pop("weight_map") and None,
         "weight_map a list": lambda i: i.update(weight_map=[*i["weight_map"]]),
         "weight_map empty": lambda i: i.update(weight_map={}), "weight_map null": lambda i: i.update(weight_map=None),
-        "metadata 3": lambda i: i.update(metadata=3),
     }.items():
         yield label, tree(INDEX, change), REFUSED, 4, (INDEX,)
     for label, change in {
@@ -438,8 +460,9 @@ def odd_files(name):
 @group
 def shard_files(rng):
     for label in odd_files(""):
-        shard = rng.choice(SHARDS)
+        shard = rng.choice(USED if label == "missing" else SHARDS)
         yield f"{label}: {shard}", odd_files(shard)[label], REFUSED, 4, (shard,)
+    yield "the image side is missing", lambda f: [(f / s).unlink() for s in SHARDS[14:]], HARMLESS
     for cut in 1, 2, 9, 1000, "half", "header", "last byte of the last shard":
         shard = SHARDS[-1] if "last" in str(cut) else rng.choice(USED)
         keep = lambda data, c=cut: data[:{"half": len(data) // 2, "header": 100}.get(
@@ -468,21 +491,23 @@ def shard_files(rng):
     last = SHARDS[-1]
     from_zero = lambda f: [os.rename(f / s, f / s.replace(f"{i:05d}", f"{i - 1:05d}", 1))
                            for i, s in enumerate(SHARDS, 1)]
-    for label, damage, words in (
-        ("numbered from 0", from_zero, ("model-00000-of-000016", "model-00016-of-000016")),
+    # what the index says of them, and without an index: its words, or none if the files that it means are there
+    for label, damage, told, words in (
+        ("numbered from 0", from_zero, (INDEX,), ("model-00000-of-000016", "model-00016-of-000016")),
         ("of 17", lambda f: [os.rename(f / s, f / s.replace("000016.", "000017.")) for s in SHARDS],
-         ("model-00017-of-000017.safetensors is missing",)),
-        ("one of 17", lambda f: os.rename(f / last, f / last.replace("000016.", "000017.")),
+         (INDEX, "of-000016.safetensors"), ("model-00017-of-000017.safetensors is missing",)),
+        ("one of 17", lambda f: os.rename(f / last, f / last.replace("000016.", "000017.")), (),
          ("of-000017", "of-000016")),
-        ("a 17th", lambda f: shutil.copy(f / last, f / last.replace("00016-", "00017-")),
+        ("a 17th", lambda f: shutil.copy(f / last, f / last.replace("00016-", "00017-")), (),
          ("model-00017-of-000016.safetensors",)),
-        ("five digits", lambda f: os.rename(f / last, f / last.replace("000016.", "00016.")),
+        ("five digits", lambda f: os.rename(f / last, f / last.replace("000016.", "00016.")), (),
          ("model-00016-of-00016.safetensors", "model-00016-of-000016")),
-        ("the file of another download", lambda f: os.rename(f / last, f / (last + ".part")), (last,)),
-        ("both kinds", lambda f: shutil.copy(f / last, f / "model.safetensors"), ("model.safetensors",)),
-        ("none", lambda f: [(f / s).unlink() for s in SHARDS], ("no weight files",)),
+        ("the file of another download", lambda f: os.rename(f / last, f / (last + ".part")), (), (last,)),
+        ("both kinds", lambda f: shutil.copy(f / last, f / "model.safetensors"), (), ("model.safetensors",)),
+        ("none", lambda f: [(f / s).unlink() for s in SHARDS], (INDEX, "found no such file"), ("no weight files",)),
     ):
-        yield label, damage, REFUSED, 4, words
+        yield label, damage, REFUSED if told else HARMLESS, 4, told
+        yield f"{label}, no index", lambda f, d=damage: [d(f), (f / INDEX).unlink()], REFUSED, 4, words
     yield ("other files beside them",
            lambda f: [put(f / n, b"x") for n in ("README.md", "model-1.safetensors", "consolidated.safetensors",
                                                  ".hidden")],
@@ -584,13 +609,17 @@ def config_values(rng):
     for field, value in (("hidden_act", "silu"), ("moe_router_activation_func", "softmax"), ("num_expert_group", 4),
                          ("mla_use_nope", False), ("tie_word_embeddings", True),
                          ("quantization_config.format", "int4"), ("quantization_config.config_groups", {}),
-                         ("num_nextn_predict_layers", 1), ("text_config", 3),
+                         ("num_nextn_predict_layers", -1), ("topk_method", "greedy"), ("moe_layer_freq", 2),
+                         ("text_config", 3),
                          ("linear_attn_config", [])):
         path = field if field in ("text_config", "tie_word_embeddings") else f"text_config.{field}"
         yield f"{field}: {value!r}", tree(CONFIG, at(path, value)), REFUSED, 2, (CONFIG, field)
-    for field in "bos_token_id", "eos_token_id", "pad_token_id":
+    for field in "bos_token_id", "eos_token_id", "pad_token_id":  # only the second one is used
         for value in 512, -1, 1.0, "5", float("nan"), {}:
-            yield f"{field}: {value!r}", tree(CONFIG, at(field, value)), REFUSED, 2, (CONFIG, field)
+            expected = REFUSED if field == "eos_token_id" else HARMLESS
+            yield f"{field}: {value!r}", tree(CONFIG, at(field, value)), expected, 2, (CONFIG, field)
+    for field, value in (("num_nextn_predict_layers", 1), ("num_key_value_heads", 1), ("moe_layer_freq", [1] * 13)):
+        yield f"{field}: {value!r}", tree(CONFIG, at(f"text_config.{field}", value)), HARMLESS
 
 
 @group
@@ -725,6 +754,129 @@ def numbers(rng):
         yield f"{label} in every row of the embedding", used, REFUSED, 4, ("embed_tokens", "row")
 
 
+def rearranged(place, indexed=True):
+    """Damage: every tensor in the file place(shard, tensor), which are numbered in the order of their first tensor.
+
+    Without an index unless `indexed`. One file is called model.safetensors.
+    """
+    def damage(folder):
+        files = {}
+        for shard, held in held_by_shard().items():
+            for name, tensor in held.items():
+                files.setdefault(place(shard, name), {})[name] = tensor
+        for shard in SHARDS:
+            (folder / shard).unlink()
+        names = {}
+        for number, held in enumerate(files.values(), 1):
+            path = f"model-{number:05d}-of-{len(files):06d}.safetensors" if len(files) > 1 else "model.safetensors"
+            entries, end = {}, 0
+            for name, (dtype, shape, data) in held.items():
+                entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end := end + len(data)]}
+                names[name] = path
+            put(folder / path, put_together(entries, b"".join(data for _, _, data in held.values())))
+        (folder / INDEX).unlink()
+        if indexed:
+            put(folder / INDEX, json.dumps({"metadata": {}, "weight_map": names}).encode())
+    return damage
+
+
+def extra_shard(name, entries, listed):
+    "Damage: one more file with tensors of its own; the index lists them if `listed`."
+    def damage(folder):
+        data = put_together({tensor: {"dtype": "U8", "shape": [4], "data_offsets": [4 * i, 4 * i + 4]}
+                             for i, tensor in enumerate(entries)}, bytes(4 * len(entries)))
+        put(folder / name, data)
+        if listed:
+            changed = copy.deepcopy(TREES[INDEX])
+            changed["weight_map"].update(dict.fromkeys(entries, name))
+            put(folder / INDEX, json.dumps(changed).encode())
+    return damage
+
+
+@group
+def unusual_checkpoints(rng):
+    "Other files, and other ways to write them, that say the same about every tensor of the run."
+    for label, value in (("null", None), ("empty", {}), ("a long text", {"format": "pt" * 50_000}),
+                         ("odd text", {"é\n\t": "\u2028\"\\"}), ("a name of a tensor", {EMBED: EMBED})):
+        shard = rng.choice(USED)
+        yield f"metadata {label}", header(shard, lambda e, v=value: {**e, "__metadata__": v}), HARMLESS
+    for last in False, True:
+        null = {"__metadata__": None}
+        yield f"metadata null in every shard, {'last' if last else 'first'}", lambda folder, x=last: [
+            header(shard, lambda e: HEADERS[shard] | null if x else null | HEADERS[shard])(folder) for shard in SHARDS
+        ], HARMLESS
+    for label, how in (("spaces behind it", lambda e: json.dumps(e).encode() + b" " * rng.randrange(9, 5000)),
+                       ("escaped names", lambda e: json.dumps(e).encode().replace(b"language", b"l\\u0061nguage")),
+                       ("line ends", lambda e: json.dumps(e, indent=1).replace("\n", "\r\n").encode()),
+                       ("tabs", lambda e: json.dumps(e, indent="\t").encode()),
+                       ("other order of fields", lambda e: {n: dict(sorted(f.items())) for n, f in e.items()}),
+                       ("other order of names", lambda e: dict(sorted(e.items(), reverse=True)))):
+        yield f"a header with {label}", header(rng.choice(USED), how), HARMLESS
+    yield "one file", rearranged(lambda shard, name: 0), HARMLESS
+    yield "one file, no index", rearranged(lambda shard, name: 0, False), HARMLESS
+    for n in rng.sample(range(2, 40), 2):
+        yield f"{n} files by chance", rearranged(lambda shard, name, n=n: random.Random(name).randrange(n)), HARMLESS
+    yield "two files, no index", rearranged(lambda shard, name: shard in SHARDS[3:9], False), HARMLESS
+    yield "a file for each kind of tensor", rearranged(lambda shard, name: re.sub(r"\d+", "", name)), HARMLESS
+    for label, tensor in (("no element", ("BF16", [0, 7], b"")), ("no axis", ("F32", [], b"1234")),
+                          ("many axes", ("U8", [1] * 20 + [4], b"1234"))):
+        shard = rng.choice(SHARDS)
+        yield f"one more tensor, of {label}", tensors(lambda m, s=shard, t=tensor: m[s].update({"more": t})), HARMLESS
+    for dtype in "F8_E4M3", "I64", "BOOL", "F64", "C64", "F4", "F8_E8M0", "NEW_9":
+        nbytes = {"I64": 8, "F64": 8, "C64": 8}.get(dtype, 1)
+        add = lambda m, d=dtype, n=nbytes: m[SHARDS[-1]].update({"vision_tower.more": (d, [2], bytes(2 * n))})
+        known = dtype not in ("F4", "NEW_9")  # of another type, the bytes of an element are not known
+        yield f"a tensor of the image side in {dtype}", tensors(add), HARMLESS if known else EITHER, 4, (SHARDS[-1],)
+    for listed in True, False:
+        for name in "adapter_model.safetensors", "mtp.safetensors", "model_extra-00001-of-00002.safetensors":
+            label = "and listed" if listed else "not listed"
+            yield f"{name}, of other tensors, {label}", extra_shard(name, ["mtp.0.x", "mtp.0.y"], listed), HARMLESS
+    yield "other files that are not weights", lambda f: [put(f / n, b"x") for n in (
+        "generation_config.json", "pytorch_model.bin", ".model-00001-of-000016.safetensors.lock", "Model.SAFETENSORS",
+        "model-00001-of-000016.safetensors.sha256", "tokenizer.json", "chat_template.jinja", "a\nb")], HARMLESS
+    folders = "original", ".cache", ".git", "x.safetensors"
+    yield "folders beside the files", lambda f: [(f / n).mkdir() for n in folders], HARMLESS
+    for label, change in {
+        "total_size a float": lambda i: i["metadata"].update(total_size=float(i["metadata"]["total_size"])),
+        "no total_size": lambda i: i["metadata"].pop("total_size") and None,
+        "no metadata": lambda i: i.pop("metadata") and None, "metadata null": lambda i: i.update(metadata=None),
+        "metadata empty": lambda i: i.update(metadata={}),
+        "more metadata": lambda i: i["metadata"].update(total_parameters=3, note={"a": [1]}, format="pt"),
+        "more fields": lambda i: i.update(version=2, x=[None]),
+        "other order": lambda i: i.update(weight_map=dict(sorted(i["weight_map"].items(), reverse=True))),
+    }.items():
+        yield f"an index with {label}", tree(INDEX, change), HARMLESS
+    for label, change in {
+        "on one line": lambda data: json.dumps(json.loads(data), separators=(",", ":")).encode(),
+        "with other line ends": lambda data: data.replace(b"\n", b"\r\n"),
+        "with escapes": lambda data: data.replace(b"language", b"l\\u0061nguage"),
+    }.items():
+        for name in INDEX, CONFIG, CONTROL:
+            yield f"{name} {label}", text(name, change), HARMLESS
+    for label, change in {
+        "an author in other scripts": lambda c: c.update(author="Сергей 神 \U0001f600"),
+        "fields of other programs": lambda c: c.update(auto_map={"AutoModel": "x.Y"}, transformers_version="9", a=None),
+        "an image side of another kind": lambda c: c.update(vision_config={"hidden_size": -3, "x": [1.5]}),
+        "another order": lambda c: c.update(text_config=dict(sorted(c["text_config"].items(), reverse=True))),
+        "large numbers elsewhere": lambda c: c["text_config"].update(max_position_embeddings=10**18, initializer=1e308),
+    }.items():
+        yield f"{CONFIG} with {label}", tree(CONFIG, change), HARMLESS
+    table = "added_tokens_decoder"
+    for label, change in {
+        "more about a token": lambda t: [e.update(lstrip=True, more=None) for e in t[table].values()],
+        "a chat template": lambda t: t.update(chat_template="{% for m in messages %}", model_max_length=10**30),
+    }.items():
+        yield f"{CONTROL} with {label}", tree(CONTROL, change), HARMLESS
+    yield f"{RANKS} without the last line end", text(RANKS, lambda data: data.rstrip(b"\n")), HARMLESS
+    yield f"{RANKS} with other line ends", text(RANKS, lambda data: data.replace(b"\n", b"\r\n")), EITHER, 2, (RANKS,)
+    for mode in 0o444, 0o400, 0o777:
+        yield f"files of mode {mode:o}", lambda f, m=mode: [
+            put(path, path.read_bytes()) or path.chmod(m) for path in sorted(f.iterdir())], HARMLESS
+    times = lambda f: [put(path, path.read_bytes()) or os.utime(path, (t, t)) for path, t in zip(
+        sorted(f.iterdir()), (0, 1, -1, 2**31, 2**32, 10**10, 86400))]
+    yield "files of odd times", times, HARMLESS
+
+
 def cases(seed=0):
     "Every case of every class, the same for the same seed."
     for make in GROUPS:
@@ -851,20 +1003,35 @@ def run(chosen, judge):
     "{class: Counter of outcomes} and the wrong cases as (case, outcome, why)."
     counts, wrong = {}, []
     for case in chosen:
-        outcome, why = judge.judge(case)
-        counts.setdefault(case.group, Counter())["wrong" if why else outcome] += 1
-        if why:
-            wrong.append((case, outcome, why))
+        note(counts, wrong, case, *judge.judge(case))
     return counts, wrong
+
+
+def note(counts, wrong, case, outcome, why):
+    counts.setdefault(case.group, Counter())["wrong" if why else outcome] += 1
+    if why:
+        wrong.append((case, outcome, why))
+
+
+def run_around(chosen, folder, counts, wrong):
+    "Judge situations, two at a time, and note the outcomes. How many of them this machine cannot run."
+    if not chosen:
+        return 0
+    around = situations.Situations(folder)
+    with ThreadPoolExecutor(2) as pool:
+        for case, (code, why) in zip(chosen, pool.map(around.judge, chosen)):
+            if code is not None or why:
+                note(counts, wrong, case, SAME if code == 0 else REFUSED, why)
+    return len(chosen) - sum(counts[case.group].total() for case in {case.group: case for case in chosen}.values())
 
 
 def table(counts):
     "The counts as text, a class a line, the sum last."
     columns = {SAME: 10, REFUSED: 13, SILENT: 25, "wrong": 7}
     rows = [(group, count) for group, count in counts.items()] + [("together", sum(counts.values(), Counter()))]
-    head = (f"{'class of damage':18}{'cases':>7}{'same ids':>10}{'right error':>13}"
+    head = (f"{'class of damage':20}{'cases':>7}{'same ids':>10}{'right error':>13}"
             f"{'silent, found by verify':>25}{'wrong':>7}")
-    lines = [f"{name:18}{sum(count.values()):7}" + "".join(f"{count[x]:{w}}" for x, w in columns.items())
+    lines = [f"{name:20}{sum(count.values()):7}" + "".join(f"{count[x]:{w}}" for x, w in columns.items())
              for name, count in rows]
     return "\n".join([head, *lines])
 
@@ -876,12 +1043,17 @@ def report():
     parser.add_argument("--only", metavar="TEXT", default="", help="cases whose class or description holds TEXT")
     args = parser.parse_args()
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        counts, wrong = run((case for case in cases(args.seed) if args.only in f"{case.group}: {case.what}"),
-                            Judge(folder))
+    chosen = lambda cases: [case for case in cases if args.only in f"{case.group}: {case.what}"]
+    damages, around = chosen(cases(args.seed)), chosen(situations.situations(args.seed))
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        os.chmod(folder, 0o755)  # another user's cases run here, too
+        counts, wrong = run(damages, Judge(folder)) if damages else ({}, [])
+        lacking = run_around(around, Path(folder) / "around", counts, wrong)
+    show = Display(goes_on=False)
     for case, _, why in wrong:
-        print(f"WRONG {case.group}: {case.what}: {why.strip()}")
-    print(table(counts) + f"\n{time.perf_counter() - start:.0f} s, seed {args.seed}")
+        show(f"WRONG {case.group}: {case.what}: {why.strip()}")
+    show(table(counts) + f"\n{time.perf_counter() - start:.0f} s, seed {args.seed}"
+          + f"; {lacking} cases need what this machine lacks" * bool(lacking))
     return 1 if wrong else 0
 
 

@@ -30,17 +30,26 @@ def _instructions(code):
     return {instruction.offset: instruction.opname for instruction in dis.get_instructions(code)}
 
 
+def _in_finalizer(frame):
+    "Is this the frame of a __del__, or was it called by one?"
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def interrupted(path, number, run):
     """run(), with a KeyboardInterrupt at moment `number`, from 0, in code of the file `path`. False if there are fewer.
 
     The interpreter looks for signals when a function begins, after a call, and when a loop begins again. Between other
-    instructions, as between a `with` and its body, no signal is heard.
+    instructions, as between a `with` and its body, no signal is heard. What is raised in a __del__ Python drops.
     """
     moments, before = 0, {}
 
     def trace(frame, event, _):
         nonlocal moments
-        if frame.f_code.co_filename != path:
+        if frame.f_code.co_filename != path or _in_finalizer(frame):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode":

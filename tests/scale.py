@@ -22,6 +22,9 @@ import numba
 import numpy as np
 from common import ROOT
 
+from k3lib.display import Display
+from k3lib.system import system_lines
+
 MEASURED = ROOT / "fixtures" / "measured" / "scale.json"
 GROUP = Path("/sys/fs/cgroup/memory/k3-scale")  # v1; elsewhere the limit on private memory has to do
 IDS = "5,9,17,3,11"
@@ -52,8 +55,7 @@ print(json.dumps({**model.report.as_dict(), "step_seconds": seconds}))
 
 def machine():
     "What the figures were measured on."
-    with open("/proc/cpuinfo") as info:
-        names = [line.split(":")[1].strip() for line in info if line.startswith("model name")]
+    names = [line.partition(":")[2].strip() for line in system_lines("/proc/cpuinfo") if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {"cpu": names[0] if names else platform.machine(), "cores": os.cpu_count(), "memory_bytes": memory,
             "system": f"{platform.system()} {platform.release()}", "python": platform.python_version(),
@@ -128,10 +130,10 @@ def with_vocabulary(folder, scratch):
 
 
 class Table:
-    "The rows so far. A row that is no good ends the run."
+    "The rows so far. A row that is no good ends the run; an output that nobody reads does not."
 
     def __init__(self, path, command):
-        self.path = path
+        self.path, self.show = path, Display(goes_on=True)
         about = ("decodes of the synthetic checkpoint of the full released shape, most of which is holes: "
                  "bytes are read at the speed of memory, not of a disk")
         today = datetime.now(UTC).strftime("%Y-%m-%d")
@@ -141,11 +143,11 @@ class Table:
         peak, planned, steps = row["peak_rss_bytes"], row["plan"]["total"], row["step_seconds"]
         self.tree["rows"].append({"what": what, **row})
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.tree, indent=1) + "\n")
+        self.path.write_text(json.dumps(self.tree, indent=1) + "\n", "utf-8", newline="\n")
         later = f"{np.median(steps[1:]):6.1f} s a token" if steps[1:] else " " * 14
         prompt = f"prompt {steps[0]:6.1f} s" if steps else " " * 15
-        print(f"{what:<36} peak {peak / 1e6:6.0f} MB of {planned / 1e6:6.0f} planned, {prompt}, {later}, "
-              f"ids {row['ids']}, {row['memory']}", flush=True)
+        self.show(f"{what:<36} peak {peak / 1e6:6.0f} MB of {planned / 1e6:6.0f} planned, {prompt}, {later}, "
+                  f"ids {row['ids']}, {row['memory']}")
         if peak > most:
             sys.exit(f"{what}: a peak of {peak} bytes, at most {most:.0f} are allowed")
         n = min(len(row["digests"]), len(like["digests"])) if like else 0
@@ -172,21 +174,23 @@ def main():
     lowest = budgets[0]
     if not Path(folder).exists():
         Path(folder).parent.mkdir(exist_ok=True)
-        subprocess.run([sys.executable, "-m", "k3lib", "synth", folder, "--preset", "full"], check=True)
+        command = [sys.executable, "-m", "k3lib", "synth", folder, "--preset", "full"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     options = f"--budgets {args.budgets} --tokens {tokens}" + " --only-budgets" * args.only_budgets
     table = Table(args.json, f"tests/scale.py {options}")
 
     if not args.only_budgets:
         kernels = tempfile.TemporaryDirectory()  # the other rows find there what this one compiles
         os.environ["NUMBA_CACHE_DIR"] = kernels.name
-        table.add(f"{lowest}, nothing compiled yet", decode(folder, lowest, 2, 2)[0], 1.3 * size(lowest))
+        table.add(f"{lowest}, nothing compiled yet", decode(folder, lowest, 2, 2)[0], size(lowest))
     first, text = decode(folder, lowest, 2, tokens, limited=True)
     table.add(lowest, first, size(lowest))
-    print(text)
+    table.show(text)
     for ram in budgets[1:]:
         table.add(ram, decode(folder, ram, 2, tokens)[0], size(ram), first)
     if not args.only_budgets:
-        subprocess.run([sys.executable, "-m", "k3lib", "pack", folder, args.trunk], check=True)
+        command = [sys.executable, "-m", "k3lib", "pack", folder, args.trunk]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         for ram, threads, trunk in (lowest, 1, None), (lowest, 2, args.trunk), (budgets[-1], 1, args.trunk):
             what = f"{ram}, {threads} thread{'s' * (threads > 1)}{', packed trunk' if trunk else ''}"
             found, _ = decode(folder, ram, threads, 2, trunk=trunk, limited=True)
@@ -199,9 +203,9 @@ def main():
                 model = with_vocabulary(folder, Path(scratch))
                 found, _ = decode(model, lowest, 2, 2, prompt=("--prompt", "How small can it be?"), limited=True)
                 table.add(f"{lowest}, a prompt of text", found, size(lowest))
-    print(f"the same logits in every row; figures in {args.json}")
     if args.json == MEASURED:
         history.append("scale", table.tree["machine"], table.figures())
+    table.show(f"the same logits in every row; figures in {args.json}")
     if GROUP.exists():
         GROUP.rmdir()
 

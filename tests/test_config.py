@@ -3,7 +3,7 @@ import copy
 import json
 import math
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -161,7 +161,6 @@ def test_one_kind_of_layer_is_enough(tmp_path):
     ("moe_intermediate_size", 100, "a multiple of 32"),
     ("num_experts_per_token", 17, "at most num_experts = 16"),
     ("first_k_dense_replace", 14, "at most num_hidden_layers = 13"),
-    ("num_key_value_heads", 2, "num_attention_heads = 4"),
 ])
 def test_fields_must_agree(tmp_path, field, value, told):
     message = refusal(tmp_path, changed((f"text_config.{field}", value)))
@@ -195,11 +194,63 @@ def test_token_ids_in_either_place(tmp_path, where):
                                (where + "pad_token_id", 0)))
     assert (c.bos_token_id, c.eos_token_ids, c.pad_token_id) == (496, (498, 497), 0)
     assert read(tmp_path, changed((where + "eos_token_id", 498))).eos_token_ids == (498,)
-    for name in ("bos", "eos", "pad"):
-        for value in (512, -1, True, "498", 1.0):
-            message = refusal(tmp_path, changed((f"{where}{name}_token_id", value)))
-            assert f"{where}{name}_token_id is {json.dumps(value)}, expected a token id in 0..511" in message
+    for value in (512, -1, True, "498", 1.0):
+        message = refusal(tmp_path, changed((f"{where}eos_token_id", value)))
+        assert f"{where}eos_token_id is {json.dumps(value)}, expected a token id in 0..511" in message
+        for name in ("bos", "pad"):
+            c = read(tmp_path, changed((f"{where}{name}_token_id", value)))
+            assert c == read_config(MODEL)
+            assert c.unusual == (f"{where}{name}_token_id is {json.dumps(value)}, not a token id in 0..511",)
     assert "eos_token_id is null" in refusal(tmp_path, changed((where + "eos_token_id", [498, None])))
+
+
+NEXT = "text_config.num_nextn_predict_layers"
+
+
+@pytest.mark.parametrize("changes, told", [
+    ([("text_config.num_key_value_heads", 2)], "text_config.num_key_value_heads is 2, not num_attention_heads = 4"),
+    ([("bos_token_id", 5), ("text_config.bos_token_id", 6)], "bos_token_id is 5, not 6 as in text_config.bos_token_id"),
+    ([("pad_token_id", {}), ("text_config.pad_token_id", 6)], "pad_token_id is {}, not a token id in 0..511"),
+])
+def test_what_is_not_computed_with_is_told_and_not_refused(tmp_path, changes, told):
+    c = read(tmp_path, changed(*changes))
+    assert c.unusual == (told,) and read_config(MODEL).unusual == ()
+    assert replace(c, bos_token_id=None, pad_token_id=None) == read_config(MODEL)
+
+
+@pytest.mark.parametrize("value, good", [
+    (1, True), ([1] * 13, True), ([0] + [1] * 12, True), ([1] * 15, True), ([1] * 12, False),
+    ([1, 0] + [1] * 11, False), ([True] * 13, False), ([1.0] * 13, False), ([2] * 13, False), ([], False), (2, False),
+    (1.0, False), ("1", False), (True, False), ({}, False)])
+def test_experts_in_every_layer_after_the_dense_ones(tmp_path, value, good):
+    tree = changed(("text_config.moe_layer_freq", value))
+    if good:
+        assert read(tmp_path, tree) == read_config(MODEL)
+    else:
+        assert f"text_config.moe_layer_freq is {json.dumps(value)[:50]}" in refusal(tmp_path, tree)
+
+
+def test_layers_after_the_last(tmp_path):
+    "They may be in the lists of layers. A list that names more of them is refused."
+    for value, kda, mla in ((0, [], []), (1, [], []), (1, [14], []), (2, [15], [14]), (3, [14], [])):
+        tree = changed((NEXT, value), (KDA, [1, 2, 3, 5, 6, 7, 9, 10, 11, *kda]), (MLA, [4, 8, 12, 13, *mla]))
+        c = read(tmp_path, tree)
+        assert c == replace(read_config(MODEL), num_nextn_predict_layers=value)
+    tree = changed((NEXT, 1), (MLA, [4, 8, 12, 13, 15]))
+    assert "15 out of range" in refusal(tmp_path, tree)
+    for value in (-1, 1.0, True, "1", [1], 5000):
+        message = refusal(tmp_path, changed((NEXT, value)))
+        assert f"{NEXT} is {json.dumps(value)}, expected an integer in 0..4,096" in message
+
+
+def test_a_declaration_of_the_experts_in_both_places(tmp_path):
+    "Each must be right. What nobody reads may differ."
+    path = "quantization_config"
+    right = TREE["text_config"][path]
+    assert read(tmp_path, changed((path, right | {"ignore": ["x"]}))) == read_config(MODEL)
+    assert f"; {path}.format" not in refusal(tmp_path, changed((path, right | {"format": "int4"})))
+    assert f'{path}.format is "int4"' in refusal(tmp_path, changed((path, right | {"format": "int4"})))
+    assert f"missing {path}.config_groups" in refusal(tmp_path, changed((path, {"format": right["format"]})))
 
 
 def test_two_places_must_agree(tmp_path):

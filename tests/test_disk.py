@@ -379,6 +379,26 @@ def test_files_that_nobody_closes_are_let_go(model, warnings):
         time.sleep(0.01)
 
 
+def test_files_that_are_dropped_close_their_descriptors_and_end_their_watcher_at_once(model):
+    "Not at its next look, a minute later."
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            before = len(os.listdir("/dev/fd"))
+            files = Files()
+            files.array(model.extent("a"), "trunk")
+            assert len(os.listdir("/dev/fd")) > before
+            del files
+            assert len(os.listdir("/dev/fd")) == before
+            deadline = time.monotonic() + 20
+            while "k3-watch" in [thread.name for thread in threading.enumerate()]:
+                assert time.monotonic() < deadline, "the watching thread goes on"
+                time.sleep(0.001)
+    finally:
+        gc.enable()
+
+
 # How many readers
 
 @pytest.mark.parametrize("rates, enough", [({1: 1.0, 2: 1.85, 4: 2.0, 8: 1.9}, 2), ({1: 2.0, 2: 1.0}, 1),

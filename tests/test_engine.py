@@ -1,8 +1,10 @@
 "The engine: what load refuses, one sequence and one caller at a time, greedy decoding, a report of what was measured."
 import dataclasses
+import itertools
 import json
 import shutil
 import threading
+import tracemalloc
 import weakref
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from small import write
 import k3lib
 from k3lib import cli, system
 from k3lib.fileio import CheckpointError, UsageError
+from k3lib.report import Step, Steps
 
 IDS, MORE = [304, 206, 32, 407, 493], [375, 224, 286]
 
@@ -70,6 +73,21 @@ def test_the_end_of_each_layer_of_each_pass_is_told(model, monkeypatch):
     model.reset()
     model.prefill(IDS)  # three passes
     assert told == [*range(13)] * 3
+
+
+def test_ids_are_read_without_a_list_of_them():
+    "An endless iterator of ids is refused when the context is full."
+    with k3lib.load(MODEL, "1GB", context=8) as model, pytest.raises(UsageError, match="more than 8 positions do not"):
+        model.prefill(itertools.repeat(7))
+
+
+def test_chunks_fill_one_array_of_logits(model, monkeypatch):
+    model.reset()
+    whole = model.forward(IDS)
+    monkeypatch.setattr(model, "chunk", 2)
+    model.reset()
+    chunked = model.forward(IDS)
+    assert chunked.tobytes() == whole.tobytes() and chunked.shape == (5, 512) and chunked.base is None
 
 
 # Greedy decoding
@@ -236,7 +254,7 @@ def test_a_closed_model_says_so_and_gives_its_memory_back():
     with k3lib.load(MODEL, "1GB", context=8) as model:
         list(model.generate(IDS[:2], 2))
         held = [weakref.ref(model.trunk.weight("language_model.model.norm.weight")),
-                weakref.ref(model.experts.layer(1).slots[0])]
+                weakref.ref(model.experts.layer(1).kept.slots[0])]
         assert all(ref() is not None for ref in held)
     assert all(ref() is None for ref in held)
     for call in (lambda: model.step(1), lambda: list(model.generate([1], 1)), model.reset):
@@ -253,14 +271,16 @@ def test_a_report_is_plain_data():
     with k3lib.load(MODEL) as model:
         list(model.generate([1, 2], 2))
         tree = json.loads(json.dumps(model.report.as_dict()))
-    assert set(tree) == {f.name for f in dataclasses.fields(k3lib.Report)} | {"compute_seconds"}
+    lists = {"ids", "step_seconds", "step_bytes"}
+    fields = {f.name for f in dataclasses.fields(k3lib.Report)} - {"steps"}
+    assert set(tree) == fields | lists | {"compute_seconds"} and all(len(tree[name]) == 2 for name in lists)
     assert 12 * 4 < tree["expert_requests"] <= 3 * 12 * 4 and tree["expert_hits"] < tree["expert_requests"]
     assert tree["wall_seconds"] == pytest.approx(tree["compute_seconds"] + tree["io_wait_seconds"])
     assert 0 <= tree["io_wait_seconds"] and 0 < tree["compute_seconds"] and sum(tree["step_seconds"]) > 0
 
 
 def test_a_report_before_the_first_step(model):
-    report = dataclasses.replace(model.report, step_bytes=[], step_seconds=[], ids=[])
+    report = dataclasses.replace(model.report, steps=Steps([]))
     assert "no step yet" in report.text() and "0 new" in report.text()
 
 
@@ -285,6 +305,24 @@ def test_each_step_tells_what_it_read(steady):
         assert set(step) == {"trunk", "experts", "other"}
         assert 0.5 * streamed < step["trunk"] + step["other"] < 1.5 * streamed  # a pass, and what is read ahead
     assert "in the last step" in report.text()
+
+
+def test_the_record_of_a_token_is_small():
+    steps = Steps(["trunk", "experts", "other"])
+    tracemalloc.start()
+    for n in range(20_000):
+        steps.append(Step(n, n / 7, {"trunk": 1 << 40, "experts": n, "other": 7}))
+        if n == 9_999:
+            before = steps.snapshot()
+    taken = tracemalloc.get_traced_memory()[0] / 20_000
+    tracemalloc.stop()
+    assert taken < 48, f"{taken:.0f} bytes a token"
+    assert len(before) == 10_000 and len(steps) == 20_000 and [step.token for step in before] == list(range(10_000))
+    assert steps[-1] == Step(19_999, 19_999 / 7, {"trunk": 1 << 40, "experts": 19_999, "other": 7})
+    assert steps[0] == next(iter(steps)) and before[-1] == steps[9_999]
+    for n in 20_000, -20_001:
+        with pytest.raises(IndexError):
+            steps[n]
 
 
 # A packed trunk

@@ -2,11 +2,14 @@
 import _thread
 import contextlib
 import errno
+import gc
 import itertools
 import os
 import random
 import threading
 import time
+import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from matrices import Slow
 
 import k3lib
 from k3lib import experts as experts_module
-from k3lib import layout, read_multiply
+from k3lib import layout, prefetch, read_multiply
 from k3lib.cache_policy import LayerCaches, replay, working_set
 from k3lib.disk import PAGE, File, Files, page_buffer
 from k3lib.experts import Experts, StreamedPackedMatrix, adjacent_runs, read_expert, streaming_expert
@@ -122,18 +125,6 @@ class Overwriting(Slow):
     def read(self, buffer, *args):
         buffer[:] = 0xEE
         return super().read(buffer, *args)
-
-
-class Late(Files):
-    "Files whose reads take `seconds` longer."
-
-    def __init__(self, seconds):
-        super().__init__()
-        self.late = seconds
-
-    def read(self, *args):
-        time.sleep(self.late)
-        return super().read(*args)
 
 
 class Gated(Files):
@@ -404,7 +395,7 @@ def test_as_many_slots_as_the_layout_says(store, monkeypatch, slots, readers, wh
     memory = ExpertLayout(tuple(range(LAYERS)), Buffers(slots, nbytes), readers, whole)
     experts = Experts(memory, store.extents, Files())
     assert taken == [nbytes] * slots
-    capacities = [experts.layer(L).cache.capacity for L in range(LAYERS)]
+    capacities = [experts.layer(L).kept.cache.capacity for L in range(LAYERS)]
     assert sum(capacities) == (max(0, slots - readers) if whole else 0) and max(capacities) - min(capacities) <= 1
     if slots:
         for L in (0, 1, 0):
@@ -609,13 +600,14 @@ def test_the_hits_of_the_replay(tmp_path, store, slots):
     steps = list(recurring(0.5, 8, layers=3, k=5, experts=12))
     capacity = max(0, slots - readers)
     with running(store, slots, readers) as experts:
-        experts.trace = []
+        requests = []
+        experts.on_request = lambda layer, ids: requests.extend((layer, e) for e in ids)
         caches, expected = LayerCaches(range(3), capacity), 0
         for layer, ids in itertools.chain(*steps):
             consume(experts, store, layer, ids, 2)
             expected += len(caches.request(layer, ids))
             assert experts.hits == expected
-    (tmp_path / "trace").write_bytes(packed_trace(experts.trace))
+    (tmp_path / "trace").write_bytes(packed_trace(requests))
     assert steps_of(read_trace(tmp_path / "trace")) == (steps, 0)
     assert replay(LayerCaches(range(3), capacity), steps) == (experts.hits, experts.requests)
     assert (experts.hits > 0) == (slots > readers)
@@ -625,9 +617,10 @@ def test_a_decoder_has_the_hits_of_the_replay(tmp_path):
     "The embedded model with room for a part of its experts: prompt in one chunk, then steps."
     memory = Buffers(40, expert_slot_bytes([*k3lib.Checkpoint(MODEL).expert(1, 0).values()]))
     with load_with(ExpertLayout(tuple(range(1, 13)), memory, 4, True), MODEL, "1GB", context=16) as model:
-        model.experts.trace = []
+        requests = []
+        model.experts.on_request = lambda layer, ids: requests.extend((layer, e) for e in ids)
         list(model.generate([int(i) for i in PROMPT.split(",")][:3], 8))
-        (tmp_path / "trace").write_bytes(packed_trace(model.experts.trace))
+        (tmp_path / "trace").write_bytes(packed_trace(requests))
         steps, _ = steps_of(read_trace(tmp_path / "trace"))
         assert len(steps) == 8 and [layer for layer, _ in steps[0]] == list(range(1, 13)) and working_set(steps) == 48
         report = model.report
@@ -809,6 +802,27 @@ def test_after_closing_nothing_is_requested(store):
     experts.close()
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_dropped_experts_are_freed_and_their_readers_end(store, small, streams):
+    "By their reference count alone: before a request, after one, and with one that nobody has answered."
+    slots, nbytes = (3, small) if streams else (LAYERS * 2 + 3, expert_slot_bytes(store.extents(0, 0)))
+    gc.collect()
+    gc.disable()
+    try:
+        for use in (lambda experts: None, lambda experts: consume(experts, store, 0, range(6), 2),
+                    lambda experts: experts.layer(1).request(range(6))):
+            memory = ExpertLayout(tuple(range(LAYERS)), Buffers(slots, nbytes), 3, not streams)
+            experts = Experts(memory, store.extents, Files())
+            use(experts)
+            alive = [weakref.ref(experts), weakref.ref(experts.files)]
+            del experts
+            until(lambda: not any(thread.name.startswith("k3-") for thread in threading.enumerate()), 20)
+            assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("k3-")]
+            assert [ref() for ref in alive] == [None, None]
+    finally:
+        gc.enable()
+
+
 def test_what_cannot_be_requested(store):
     with running(store, 2) as experts:
         with pytest.raises(ValueError, match=r"experts \[3, 3\] of layer 0 .* an expert is named twice"):
@@ -835,38 +849,81 @@ def test_a_model_of_dense_layers_has_no_experts(store):
 
 # The account
 
-def test_waiting_is_counted(store):
-    with running(store, 4, 1, Late(0.04)) as experts:
+class Clocks:
+    """Clocks that only late reads and products of a test move: no matter when the system lets a thread run.
+
+    A read takes `read` seconds, and waits until map() has looked at the clock. Only work() is processor time.
+    """
+
+    def __init__(self, monkeypatch, read):
+        self.wall, self.read_seconds, self.busy, self.lock = 0, read, threading.local(), threading.Lock()
+        self.mapped = threading.Event()
+        fake = SimpleNamespace(perf_counter=self.perf_counter, thread_time=self.thread_time)
+        for module in (prefetch, experts_module, read_multiply):
+            monkeypatch.setattr(module, "time", fake)
+
+    def perf_counter(self):
+        now = self.wall
+        self.mapped.set()
+        return now
+
+    def thread_time(self):
+        return getattr(self.busy, "seconds", 0)
+
+    def work(self, seconds):
+        with self.lock:
+            self.wall += seconds
+        self.busy.seconds = self.thread_time() + seconds
+
+    def files(self):
+        clocks = self
+
+        class Late(Files):
+            def read(self, *args):
+                assert clocks.mapped.wait(20), "map() did not begin"
+                with clocks.lock:
+                    clocks.wall += clocks.read_seconds
+                return super().read(*args)
+
+        return Late()
+
+
+def test_waiting_is_counted(store, monkeypatch):
+    clocks = Clocks(monkeypatch, 40)
+    with running(store, 4, 1, clocks.files()) as experts:
         consume(experts, store, 0, [1])
-        assert experts.wait_seconds >= 0.039
-        before = experts.wait_seconds
+        assert experts.wait_seconds == 40
         consume(experts, store, 0, [1])
-        assert experts.wait_seconds - before < 0.01
+        assert experts.hits == 1 and experts.wait_seconds == 40
 
 
 @pytest.mark.parametrize("limit", [1, 2])
 @pytest.mark.parametrize("kind", ["read ahead", "to be cached", "streams"])
 def test_waiting_and_working_are_told_apart(store, small, monkeypatch, kind, limit):
     "The wall is reads and products; what the processor has done, over the readers, is not waiting."
+    clocks, real = Clocks(monkeypatch, 100), read_multiply.matmul_rows
     monkeypatch.setattr(read_multiply, "COMPILED_READS", False)
-    z = np.random.default_rng(0).standard_normal((4000, LATENT)).astype(np.float32)
-    product(store.whole(0, 0), z)
+    monkeypatch.setattr(read_multiply, "matmul_rows", lambda *args: (clocks.work(1), real(*args))[1])
     busy = []
 
     def work(e, expert):
-        began = time.thread_time()
-        product(expert, z)
-        busy.append(time.thread_time() - began if is_whole(expert) else sum(matrix.seconds for matrix in expert))
+        if is_whole(expert):
+            clocks.work(7)
+        store.check(0, e, expert)
+        busy.append(7 if is_whole(expert) else sum(matrix.seconds for matrix in expert))
 
     slots, nbytes = (1, small) if kind == "streams" else (LAYERS * 2 + 1, None) if kind == "to be cached" else (2, None)
-    with running(store, slots, 1, Late(0.01), nbytes) as experts:
+    with running(store, slots, 1, clocks.files(), nbytes) as experts:
+        if kind == "read ahead":
+            clocks.mapped.set()
         experts.layer(0).request([1, 2])
         if kind == "read ahead":
-            until(lambda: read_bytes(experts) >= SIZE)
-        began = time.perf_counter()
+            until(lambda: read_bytes(experts) == SIZE)
+            assert read_bytes(experts) == SIZE, "one is read ahead; there is no memory for another"
+        began = clocks.wall
         experts.map(work, limit)
-        wall = time.perf_counter() - began
-        assert sum(busy) > 1e-3, "eight thousand products of an expert take longer than that"
-        waited, expected = experts.wait_seconds, wall - sum(busy) / min(limit, CORES)
-        assert abs(waited - expected) < 5e-3, f"{waited} s of {wall} s waiting, {busy} at work"
-        assert waited >= (0.03 if kind == "streams" else 0.01)
+        wall = clocks.wall - began
+    reads = {"read ahead": 9, "to be cached": 2, "streams": 2 * 9}[kind]  # 9: three scales, two units of w1, w2 and w3
+    assert sorted(busy) == {"read ahead": [6, 7], "to be cached": [7, 7], "streams": [6, 6]}[kind]
+    assert wall == 100 * reads + sum(busy)
+    assert experts.wait_seconds == wall - sum(busy) / min(limit, CORES)

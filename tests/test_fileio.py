@@ -1,14 +1,18 @@
 "Files read whole or refused, written whole or not at all; the kinds of error and their exit codes."
+import errno
 import os
 import stat
 
 import pytest
 
 from k3lib import fileio
+from k3lib.checkpoint import shard_names
+from k3lib.disk import File
 from k3lib.fileio import (
     DEPTH_MAX,
     CheckpointError,
     K3Error,
+    ResourceError,
     UsageError,
     fingerprint,
     json_object,
@@ -24,6 +28,26 @@ def test_exit_codes():
     assert (K3Error.exit_code, UsageError.exit_code, CheckpointError.exit_code) == (1, 2, 4)
     assert issubclass(UsageError, ValueError) and not issubclass(CheckpointError, ValueError)
     assert issubclass(UsageError, K3Error) and issubclass(CheckpointError, K3Error)
+
+
+@pytest.mark.parametrize("number, kind, code", [
+    (errno.EMFILE, ResourceError, 2), (errno.ENFILE, ResourceError, 2), (errno.ENOMEM, ResourceError, 2),
+    (errno.EIO, CheckpointError, 4)])
+def test_what_the_system_gives_too_little_of_is_no_damage(tmp_path, monkeypatch, number, kind, code):
+    def refuse(*args, **more):
+        raise OSError(number, os.strerror(number))
+
+    path = tmp_path / "f"
+    path.write_bytes(b"x")
+    with path.open("rb") as file:
+        for name in "builtins.open", "k3lib.fileio.pread", "k3lib.disk.open_read", "k3lib.checkpoint.os.listdir":
+            monkeypatch.setattr(name, refuse)
+        for attempt in (lambda: open_shard(path), lambda: small_file(path, 9, CheckpointError), lambda: File(str(path)),
+                        lambda: read_exactly(file, bytearray(1), 0, "f"), lambda: shard_names(tmp_path)):
+            with pytest.raises(kind, match=os.strerror(number)) as caught:
+                attempt()
+            assert type(caught.value) is kind and caught.value.exit_code == code
+    monkeypatch.undo()
 
 
 # Reading

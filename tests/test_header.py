@@ -11,8 +11,8 @@ from shards import E5, TOY, TOY_DATA, file_of, shard, write
 
 from k3lib import header
 from k3lib.checkpoint import Checkpoint
-from k3lib.fileio import CheckpointError
-from k3lib.header import header_bytes, parse_header, quick_header
+from k3lib.fileio import CheckpointError, Unusual
+from k3lib.header import BITS, header_bytes, parse_header, quick_header
 
 
 @pytest.fixture
@@ -40,23 +40,28 @@ DAMAGE = {
     "nested past recursion": (b'{"a":' + b"[" * 100_000, ["not JSON"]),
     "nested": (TOY.replace(b"[1,3]", b"[" * 15 + b"]" * 15), ["lists and objects more than 16 deep"]),
     "a number of 5000 digits": (TOY.replace(b"[2]", b"[" + b"9" * 5000 + b"]"), ["not JSON"]),
-    "a list": (b"[" + TOY + b"]", ["begins with", "expected"]),
+    "a list": (b"[" + TOY + b"]", ["holds a JSON list", "expected an object"]),
     "half a surrogate pair": (TOY.replace(b'"b"', b'"\\ud800"'), ["not JSON", "surrogates"]),
-    "metadata of numbers": (b'{"__metadata__":{"n":1},' + TOY[1:], ["__metadata__", "strings"]),
-    "metadata a list": (b'{"__metadata__":["pt"],' + TOY[1:], ["__metadata__", "strings"]),
+    "metadata twice": (b'{"__metadata__":{},"__metadata__":{},' + TOY[1:], ["'__metadata__'", "twice"]),
+    "metadata nested past recursion": (b'{"__metadata__":' + b"[" * 100_000, ["not JSON"]),
     "name twice": (TOY.replace(b'"b"', b'"a"'), ["'a'", "twice"]),
     "field twice": (TOY.replace(b'"shape":[2]', b'"shape":[2],"shape":[2]'), ["'shape'", "twice"]),
     "entry is a list": (TOY.replace(entry().encode(), b'"b":[1]'), ["'b'", "[1]", "dtype, shape and data_offsets"]),
     "field missing": (TOY.replace(b'"shape":[1,3],', b""), ["'b'", "dtype, shape and data_offsets"]),
-    "field unknown": (TOY.replace(b'"shape":[1,3]', b'"shape":[1,3],"x":1'), ["'b'", "dtype, shape and data_offsets"]),
-    "dtype unknown": (TOY.replace(b"BF16", b"BF17"), ["'b'", "'BF17'", "BF16 F32 U8"]),
+    "fields nested": (TOY.replace(b'"shape":[1,3]', b'"shape":[1,3],"x":' + b"[" * 15 + b"]" * 15), ["16 deep"]),
     "dtype a list": (TOY.replace(b'"BF16"', b'["BF16"]'), ["'b'", "['BF16']"]),
-    "shape too long": (TOY.replace(b"[1,3]", b"[1,1,3]"[:-1] + b",1" * 40 + b"]"), ["'b'", "at most 32"]),
+    "dtype a number": (TOY.replace(b'"BF16"', b"16"), ["'b'", "dtype 16", "expected text"]),
+    "dtype of less than a byte": (TOY.replace(b"BF16", b"F4"), ["'b'", "6 bytes", "expected 12 bits for F4 [1, 3]"]),
+    "shape too long": (TOY.replace(b"[1,3]", b"[1,1,3]"[:-1] + b",1" * 70 + b"]"), ["'b'", "at most 64"]),
     "shape too large": (TOY.replace(b"[1,3]", b"[1,4]"), ["'b'", "6 bytes", "8 bytes"]),
     "shape overflows": (TOY.replace(b"[1,3]", b"[4611686018427387904,6]"), ["'b'", "6 bytes", "BF16"]),
     "dimensions of 4000 digits": (TOY.replace(b"[1,3]", b"[%d,%d]" % (10**4000, 10**4000)), ["'b'", "whole numbers"]),
-    "empty but too large": (TOY.replace(b"[1,3]", b"[4611686018427387904,0,4611686018427387904]"),
-                            ["'b'", "whole numbers that an array"]),
+    "empty in six bytes": (TOY.replace(b"[1,3]", b"[4611686018427387904,0,4611686018427387904]"),
+                           ["'b'", "6 bytes", "0 bytes for BF16"]),
+    "a type that is not known, backwards": (TOY.replace(b"BF16", b"BF17").replace(b"[8,14]", b"[14,8]"),
+                                            ["'b'", "span -6 bytes"]),
+    "a type that is not known, overlap": (TOY.replace(b"BF16", b"BF17").replace(b"[8,14]", b"[7,14]"), ["overlap of"]),
+    "a type that is not known, gap": (TOY.replace(b"BF16", b"BF17").replace(b"[8,14]", b"[9,16]"), ["gap of 1"]),
     "shape not a list": (TOY.replace(b"[1,3]", b"3"), ["'b'", "shape 3"]),
     "dtype too wide": (TOY.replace(b"BF16", b"F32"), ["'b'", "6 bytes", "12 bytes"]),
     "negative dimension": (TOY.replace(b"[1,3]", b"[-1,-3]"), ["'b'", "[-1, -3]", "whole numbers"]),
@@ -145,6 +150,89 @@ def test_names_are_counted_before_their_keys_run_out(tmp_path, monkeypatch):
         Checkpoint(tmp_path)
 
 
+METADATA = "headers whose __metadata__ is not an object of strings"
+FIELDS = "tensors with more fields than the format has"
+TYPES = "tensors of a type that is not known here, of which only the places were checked"
+ODD = {  # a header, and what is odd about it
+    "metadata null": (b'{"__metadata__":null,' + TOY[1:], METADATA),
+    "metadata of numbers": (b'{"__metadata__":{"n":1},' + TOY[1:], METADATA),
+    "metadata a list": (b'{"__metadata__":["pt"],' + TOY[1:], METADATA),
+    "metadata text": (b'{"__metadata__":"pt",' + TOY[1:], METADATA),
+    "metadata at the end": (TOY[:-1] + b',"__metadata__":3.5}', METADATA),
+    "metadata like a tensor": (b'{"__metadata__":' + TOY + b"," + TOY[1:], METADATA),
+    "metadata nested": (b'{"__metadata__":' + b"[" * 30 + b"]" * 30 + b"," + TOY[1:], METADATA),
+    "metadata with a name twice": (b'{"__metadata__":{"a":"b","a":"c"},' + TOY[1:], None),
+    "metadata with half a surrogate pair": (b'{"__metadata__":{"\\ud800":"c"},' + TOY[1:], None),
+    "a field more": (TOY.replace(b'"shape":[1,3]', b'"shape":[1,3],"x":1'), FIELDS),
+    "an object more": (TOY.replace(b'"shape":[1,3]', b'"x":{"y":[1]},"shape":[1,3]'), FIELDS),
+    "a type that is not known": (TOY.replace(b"BF16", b"F8_E8M0FNU"), TYPES),
+    "a type in small letters": (TOY.replace(b"BF16", b"bf16"), TYPES),
+    "no type": (TOY.replace(b"BF16", b""), TYPES),
+    "a known type of less than a byte": (TOY.replace(b"BF16", b"F4").replace(b"[1,3]", b"[4,3]"), None),
+    "six bits": (TOY.replace(b"BF16", b"F6_E2M3").replace(b"[1,3]", b"[4,2]"), None),
+    "33 axes": (TOY.replace(b"[1,3]", b"[1,3" + b",1" * 31 + b"]"), None),
+    "a space in front": (b" \n" + TOY, None),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_what_changes_no_number_is_told_and_not_refused(tmp_path, odd):
+    "Read by columns or entry by entry: the other tensor is where it was."
+    text, told = ODD[odd]
+    (tmp_path / "model.safetensors").write_bytes(file_of(text, TOY_DATA))
+    c, where = Checkpoint(tmp_path), tmp_path / "model.safetensors"
+    assert c.tensor("a").tolist() == [1, -2] and "b" in c and c.extent("b").nbytes == 6
+    first = {METADATA: str(where), FIELDS: f"'b' in {where}", TYPES: f"'b' in {where}", None: None}[told]
+    assert c.unusual == ([] if told is None else [f"{told}: 1, {first}"])
+    if c.extent("b").dtype not in ("BF16", "F32"):
+        with pytest.raises(CheckpointError, match="'b': type .*, which numpy does not have, expected one of BF16 F32"):
+            c.raw("b")
+        with pytest.raises(CheckpointError, match="tensor 'b': type .*, which numpy does not have"):
+            c.tensor("b")
+
+
+@pytest.mark.parametrize("odd", ["metadata null", "metadata of numbers", "metadata text", "a type that is not known"])
+def test_odd_headers_of_any_length_are_read_by_columns(odd):
+    text, told = ODD[odd]
+    unusual = Unusual()
+    columns = quick_header(text, 14, "f", unusual)
+    rows = parse_header(text, 14, "f", Unusual())
+    assert quick_rows(text, 14) == rows and len(columns.names) == 2
+    assert [*unusual.found] == ([METADATA] if told == METADATA else [])
+
+
+def test_many_tensors_of_types_that_are_not_known(tmp_path):
+    "Their sizes may differ although type and shape do not."
+    entries, at = {}, 0
+    for number, size in enumerate([0, 5, 3, 3, 9] * 200):
+        entries[f"x.{number}"] = {"dtype": "NEW", "shape": [7], "data_offsets": [at, at + size]}
+        at += size
+    entries["y"] = {"dtype": "U8", "shape": [3], "data_offsets": [at, at + 3]}
+    for separators in ((",", ":"), (", ", ": ")):  # by columns, entry by entry
+        text = json.dumps(entries, separators=separators).encode()
+        (tmp_path / "model.safetensors").write_bytes(file_of(text, bytes(at) + b"abc"))
+        with Checkpoint(tmp_path) as c:
+            assert c.raw("y").tobytes() == b"abc" and c.unusual == [f"{TYPES}: 1,000, 'x.0' in {c.files[0]}, ..."]
+            assert [c.extent(f"x.{n}").nbytes for n in range(5)] == [0, 5, 3, 3, 9]
+            assert c.census().payload_bytes == at + 3 and c.census().other_bytes == at + 3
+
+
+def test_a_place_that_ends_before_it_begins_is_read_by_nobody(tmp_path):
+    "The file ends where the last tensor does. Its type is not known, so its size is not, either."
+    text = TOY.replace(b"BF16", b"NEW").replace(b"[8,14]", b"[8,4]")
+    assert quick_header(text, 4) is None
+    (tmp_path / "model.safetensors").write_bytes(file_of(text, TOY_DATA[:4]))
+    with pytest.raises(CheckpointError, match=r"'b': data_offsets \[8, 4\] span -4 bytes"):
+        Checkpoint(tmp_path)
+
+
+def test_an_array_that_numpy_cannot_make(tmp_path):
+    text = b'{"a":{"dtype":"F32","shape":[4611686018427387904,0,4],"data_offsets":[0,0]}}'
+    (tmp_path / "model.safetensors").write_bytes(file_of(text, b""))
+    with pytest.raises(CheckpointError, match=r"'a': shape \[4611686018427387904, 0, 4\]: .*, expected a shape of"):
+        Checkpoint(tmp_path).raw("a")
+
+
 def test_metadata_padding_and_any_order_are_fine(tmp_path):
     a, b = TOY[1:-1].split(b',"b"')
     text = b'{"__metadata__":{"format":"pt"},\n "b"' + b + b" , " + a + b"}   \n"
@@ -167,18 +255,22 @@ def quick_rows(text, data_bytes):
     if columns is None:
         return None
     names, kind, begin, end, kind_of = columns
-    return sorted(((name, *kind_of[k], int(b), int(e)) for name, k, b, e in zip(names, kind, begin, end)),
+    assert all(kind_of[k][2] == e - b for k, b, e in zip(kind, begin, end))
+    return sorted(((name, *kind_of[k][:2], int(b), int(e)) for name, k, b, e in zip(names, kind, begin, end)),
                   key=lambda row: row[3:])
 
 
 def believed_only_if_the_library_does(text, data):
-    quick = quick_rows(text, len(data))
+    "The library may refuse what is odd: notes of any form, a type of a later version."
+    quick, unusual = quick_rows(text, len(data)), Unusual()
     try:
-        rows = parse_header(text, len(data), "f")
+        rows = parse_header(text, len(data), "f", unusual)
     except CheckpointError as error:
         assert "\n" not in str(error) and quick is None
         return
     assert quick is None or quick == rows
+    if unusual.found or any(dtype not in BITS for _, dtype, *_ in rows):
+        return
     theirs = dict(safetensors.deserialize(file_of(text, data)))
     assert {name: (dtype, list(shape), data[b:e]) for name, dtype, shape, b, e in rows} == {
         name: (t["dtype"], t["shape"], bytes(t["data"])) for name, t in theirs.items()}
@@ -214,15 +306,17 @@ def test_usual_headers_are_read_by_columns(front):
     assert quick_rows(moved, 36) == parse_header(moved, 36, "f") == rows
 
 
-@pytest.mark.parametrize("damage", [*DAMAGE, "comma in front", "metadata again", "metadata twice", "leading zero",
-                                    "control character", "tail", "no comma", "two commas", "an axis left out"])
+@pytest.mark.parametrize("damage", [*DAMAGE, "comma in front", "metadata again", "leading zero", "control character",
+                                    "a comma after the metadata", "nothing and a comma", "tail", "no comma",
+                                    "two commas", "an axis left out"])
 def test_damaged_headers_are_never_read_by_columns(damage):
     pt = b'{"__metadata__":{"a":"b"},'
     again = entry(shape="[0]", offsets="[0,0]").replace("b", "__metadata__", 1)
     text = DAMAGE[damage][0] if damage in DAMAGE else {
         "comma in front": b"{," + TOY[1:],
         "metadata again": pt + TOY[1:-1] + b"," + again.encode() + b"}",
-        "metadata twice": pt.replace(b"}", b',"a":"b"}') + TOY[1:], "leading zero": TOY.replace(b"[0,8]", b"[0,08]"),
+        "a comma after the metadata": pt + b"," + TOY[1:], "nothing and a comma": b"{ ," + TOY[1:],
+        "leading zero": TOY.replace(b"[0,8]", b"[0,08]"),
         "control character": TOY.replace(b'"a"', b'"a\n"'), "tail": TOY + b",",
         "no comma": TOY.replace(b'},"b"', b'};"b"'), "two commas": TOY.replace(b'},"b"', b'},,"b"'),
         "an axis left out": TOY.replace(b"[1,3]", b"[1,,3]"),

@@ -2,6 +2,7 @@
 
 Nothing hangs, nothing half-written stays.
 """
+import json
 import os
 import signal
 import subprocess
@@ -67,7 +68,15 @@ def test_any_moment_of_a_decode(tmp_path, tmp_path_factory, monkeypatch):
         error = stopped(run, number)
         if run.returncode > 0:
             assert error.startswith(f"k3 decode: {'interrupted' if number == signal.SIGINT else 'terminated'}"), error
-    assert not list(tmp_path.iterdir())
+        made = sorted(path.name for path in tmp_path.iterdir())
+        assert made in ([], ["r.json"], ["l.npy", "r.json"]), made  # a step is counted before its logits are saved
+        assert made == [path.name for path in sorted(tmp_path.iterdir()) if f"{path} holds" in error], error
+        if made:
+            report = json.loads((tmp_path / "r.json").read_text())
+            rows = np.load(tmp_path / "l.npy").argmax(1).tolist() if made[0] == "l.npy" else []
+            assert not report["finished"] and report["ids"][:len(rows)] == rows and len(report["ids"]) <= len(rows) + 1
+        for path in tmp_path.iterdir():
+            path.unlink()
 
 
 MOMENTS = """
@@ -176,10 +185,12 @@ def test_pack_and_synth(tmp_path):
 
 
 LONG = """
-import hashlib, sys
+import contextlib, hashlib, sys
 from k3lib import cli
 def compiled(path):
-    print("now", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):  # the signal may come before the product has begun
+        print("now", flush=True)
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
 cli.read_config = compiled
 sys.exit(cli.main(["plan", "nowhere"]))
@@ -190,10 +201,44 @@ sys.exit(cli.main(["plan", "nowhere"]))
 def test_code_that_never_comes_back_to_python_is_ended():
     run = start(script=LONG)
     assert run.stdout.readline() == "now\n"
-    time.sleep(0.5)  # from there into the product
     error = stopped(run, signal.SIGTERM)
     assert run.returncode == 143
     assert error == "k3 plan: terminated in the middle of a read or a product that did not end\n", error
+
+
+STUCK = """
+import contextlib, hashlib, sys
+from k3lib import __main__, display
+
+def stuck(self, text, end="\\n", show=display.Display.__call__):
+    with contextlib.suppress(KeyboardInterrupt):  # the signal may come before the product has begun
+        show(self, text, end)
+    if text.startswith("   3: id"):
+        with contextlib.suppress(KeyboardInterrupt):
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+
+display.Display.__call__ = stuck
+sys.exit(__main__.run())
+"""
+
+
+@posix
+def test_what_was_made_is_saved_although_the_main_thread_never_comes_back(tmp_path):
+    (tmp_path / "stuck.py").write_text(STUCK)
+    out = tmp_path / "out"
+    out.mkdir()
+    run = subprocess.Popen([sys.executable, tmp_path / "stuck.py", "decode", MODEL, "--ids", PROMPT, "--max-new-tokens",
+                            "8", "--logits", out / "l.npy", "--json", out / "r.json"], stdout=subprocess.PIPE,
+                           stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
+    while not run.stdout.readline().startswith("   3: id "):
+        assert run.poll() is None, run.stderr.read()
+    error = stopped(run, signal.SIGTERM)
+    words = "terminated in the middle of a read or a product that did not end"
+    assert error == f"k3 decode: {words}; {out / 'l.npy'} holds 3 rows; {out / 'r.json'} holds the report\n"
+    assert sorted(path.name for path in out.iterdir()) == ["l.npy", "r.json"]
+    assert np.load(out / "l.npy").shape == (3, 512)
+    assert json.loads((out / "r.json").read_text())["ids"] == EXPECTED["generated_ids"][:3]
 
 
 # Two at once
@@ -265,7 +310,7 @@ def test_fork_and_spawn(tmp_path):
     early, theirs, closed, late, spawned, alone = run.stdout.splitlines()
     ids = alone.split("] ")[0] + "]"
     assert early == str((ids, 0)) and alone == f"{ids} {ids}" and spawned == f"{ids} None"
-    assert "RuntimeError: this model belongs to process" in theirs and closed == str(("None", 0))
+    assert "EngineError: this model belongs to process" in theirs and closed == str(("None", 0))
     assert late == str((ids, 0))  # threads do not survive a fork: a child's begin anew
 
 

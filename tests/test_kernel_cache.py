@@ -71,6 +71,27 @@ def test_a_pyc_of_an_older_text_does_not_last(package):
     assert [run(package, **writes)[0] for _ in range(2)] == ["30 compiled", "30 kept"]
 
 
+def test_files_beside_the_sources_that_cannot_be_read_change_nothing(package):
+    "An editor's links to nothing, and folders; many, because files are listed in any order."
+    for n in range(20):
+        (package / "k3lib" / f".#{n}.py").symlink_to("user@host.1234")
+        (package / "k3lib" / f"folder{n}.py").mkdir()
+    assert run(package) == ("20 compiled", "") and run(package) == ("20 kept", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
+def test_whatever_is_in_the_place_of_an_entry_is_replaced(package):
+    "A pipe that nobody writes to would be waited for for ever, and a folder cannot be replaced by a file."
+    cache = {"NUMBA_CACHE_DIR": str(package / "cache")}
+    run(package, **cache)
+    leaf, root = sorted((package / "cache").glob("*.kernel"))
+    leaf.unlink(), root.unlink()
+    os.mkfifo(root)
+    leaf.mkdir()
+    assert run(package, **cache) == ("20 compiled", "") and run(package, **cache) == ("20 kept", "")
+    assert leaf.is_file() and root.is_file()
+
+
 @pytest.mark.parametrize("env, kept_in", [
     (dict(HOME="home", XDG_CACHE_HOME="xdg"), "xdg/k3"),
     (dict(HOME="home", XDG_CACHE_HOME="a file"), "home/.cache/k3"),
@@ -78,13 +99,15 @@ def test_a_pyc_of_an_older_text_does_not_last(package):
 def test_installed_read_only_entries_go_to_the_users_folder(package, env, kept_in):
     (package / "k3lib" / "__pycache__").write_text("a file, so no folder")
     (package / "a file").write_text("no folder either")
+    (package / "home").mkdir()
     env = {name: str(package / path) for name, path in env.items()}
     assert run(package, **env) == ("20 compiled", "")
     assert len(list((package / kept_in).glob("*.kernel"))) == 2
     assert run(package, **env) == ("20 kept", "")
 
 
-@pytest.mark.parametrize("env", [{"HOME": "/dev/null"}, {"NUMBA_CACHE_DIR": "/dev/null/cache"}], ids=str)
+@pytest.mark.parametrize("env", [{"HOME": "/no/such/home"}, {"HOME": "/dev/null"},
+                                 {"NUMBA_CACHE_DIR": "/dev/null/cache"}], ids=str)
 def test_no_folder_can_be_written(package, env):
     (package / "k3lib" / "__pycache__").write_text("a file, so no folder")
     answer, text = run(package, **env)

@@ -1,13 +1,16 @@
 "k3lib.pack: a packed trunk has the checkpoint's bytes or is refused, whenever the packing was interrupted."
 import errno
+import json
 import os
 import shutil
+import threading
+import time
 from collections import namedtuple
 from itertools import count
 
 import numpy as np
 import pytest
-from common import MODEL, same
+from common import MODEL, k3, refused, same, until
 from interrupts import at_every_moment
 from matrices import write_model
 
@@ -15,9 +18,9 @@ from k3lib import pack as pack_module
 from k3lib.checkpoint import Checkpoint
 from k3lib.config import read_config
 from k3lib.disk import PAGE, Files
-from k3lib.fileio import CheckpointError
-from k3lib.pack import Packed, pack
-from k3lib.system import data_runs
+from k3lib.fileio import CheckpointError, UsageError
+from k3lib.pack import Packed, pack, verify_packed
+from k3lib.system import data_runs, lock_file
 from k3lib.tensors import forward_order
 
 PREFIX = "language_model.model.layers."
@@ -145,7 +148,7 @@ def test_a_file_is_compared_on_the_disk_before_it_gets_its_name(tmp_path, monkey
         really(fd)
 
     monkeypatch.setattr(os, "fsync", spoil)
-    with pytest.raises(CheckpointError, match=rf"model-00002-of-000004.safetensors.part: {PREFIX}1.b differs from"):
+    with pytest.raises(CheckpointError, match=rf"model-00002-of-000004.safetensors.\w+.part: {PREFIX}1.b differs"):
         pack(checkpoint, order, folder)
     assert os.listdir(folder) == ["model-00001-of-000004.safetensors"]
 
@@ -242,3 +245,189 @@ def test_room_is_needed_only_for_what_is_missing(tmp_path, monkeypatch):
     pack(checkpoint, order, folder)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: namedtuple("usage", "free")(1000))
     pack(checkpoint, order, folder)
+
+
+# Two runs at once
+
+def held(folder):
+    "A lock on the folder, as another process that packs into it has it: the open file."
+    file = open(folder / ".packing", "ab")
+    assert lock_file(file.fileno())
+    return file
+
+
+def test_a_run_waits_for_the_one_that_holds_the_lock(tmp_path, caplog):
+    "And goes on when the lock ends, with the file that was locked there or gone; leftovers are removed then."
+    tensors, order = layered()
+    checkpoint = write_model(tmp_path / "m", tensors)
+    for name, remove in ("there", False), ("gone", True):
+        folder = tmp_path / name
+        folder.mkdir()
+        other, done = held(folder), []
+        thread = threading.Thread(target=lambda: done.append(pack(checkpoint, order, folder)))
+        thread.start()
+        until(lambda: caplog.messages)
+        time.sleep(0.3)
+        assert not done and os.listdir(folder) == [".packing"]
+        (folder / "model-00002-of-000004.safetensors.ab12.part").write_bytes(b"x")
+        if remove:
+            os.unlink(folder / ".packing")
+        other.close()
+        thread.join(60)
+        assert done and len(os.listdir(folder)) == 4
+        assert caplog.messages == [f"{folder}: another process packs into this folder; waiting until it has ended"]
+        caplog.clear()
+        check(Packed(checkpoint, order, folder), order, tensors)
+
+
+@pytest.mark.parametrize("many", [2, 5])
+@pytest.mark.parametrize("locks", [True, False], ids=["with locks", "without locks"])
+def test_runs_at_once_write_every_file_once(tmp_path, monkeypatch, many, locks):
+    "Also where the file system has no locks: then each run writes files of its own, and the first one gets the name."
+    tensors, order = layered()
+    checkpoint, folder, written, errors = write_model(tmp_path / "m", tensors), tmp_path / "packed", [], []
+    barrier, really = threading.Barrier(many), pack_module._write_file
+
+    def write(files, file, path):
+        if not locks:
+            barrier.wait(60)  # all of them have seen that the file is not there
+        written.append(path)
+        really(files, file, path)
+
+    def run():
+        try:
+            pack(checkpoint, order, folder)
+        except BaseException as error:
+            errors.append(error)
+
+    monkeypatch.setattr(pack_module, "_write_file", write)
+    if not locks:
+        monkeypatch.setattr(pack_module, "lock_file", lambda fd: None)
+    threads = [threading.Thread(target=run) for _ in range(many)]
+    [thread.start() for thread in threads], [thread.join(100) for thread in threads]
+    assert not errors and len(written) == (4 if locks else 4 * many) and len({*written}) == len(written)
+    assert len(os.listdir(folder)) == 4
+    check(Packed(checkpoint, order, folder), order, tensors)
+
+
+def test_two_checkpoints_at_once_without_locks_never_share_a_folder(tmp_path, monkeypatch):
+    "The first file that gets its name decides; the other run is refused, whatever it has written."
+    (tensors, order), (others, _) = layered(), layered(1)
+    checkpoints = [write_model(tmp_path / "m", tensors), write_model(tmp_path / "o", others)]
+    barrier, really, errors = threading.Barrier(2), pack_module._name_file, []
+
+    def name(part, path):
+        if "00001" in path:
+            barrier.wait(60)
+        return really(part, path)
+
+    def run(checkpoint):
+        try:
+            pack(checkpoint, order, tmp_path / "packed")
+        except CheckpointError as error:
+            errors.append(str(error))
+
+    monkeypatch.setattr(pack_module, "_name_file", name)
+    monkeypatch.setattr(pack_module, "lock_file", lambda fd: None)
+    threads = [threading.Thread(target=run, args=(checkpoint,)) for checkpoint in checkpoints]
+    [thread.start() for thread in threads], [thread.join(100) for thread in threads]
+    assert len(errors) == 1 and "model-00001-of-000004.safetensors: " in errors[0] and "differs from" in errors[0]
+    winner = checkpoints["/m:" in errors[0]]
+    assert not verify_packed(winner, order, tmp_path / "packed") and len(os.listdir(tmp_path / "packed")) == 4
+
+
+def test_a_file_system_without_hard_links(tmp_path, monkeypatch):
+    tensors, order = layered()
+    checkpoint = write_model(tmp_path / "m", tensors)
+
+    def refuse(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    pack(checkpoint, order, tmp_path / "packed")
+    assert len(os.listdir(tmp_path / "packed")) == 4
+    check(Packed(checkpoint, order, tmp_path / "packed"), order, tensors)
+
+
+def test_a_half_file_that_another_program_removes_is_told(tmp_path, monkeypatch):
+    tensors, order = layered()
+    checkpoint, really = write_model(tmp_path / "m", tensors), pack_module._name_file
+    monkeypatch.setattr(pack_module, "_name_file", lambda part, path: os.unlink(part) or really(part, path))
+    with pytest.raises(OSError, match=r"00001-of-000004.safetensors.\w+.part: another program has removed it before"):
+        pack(checkpoint, order, tmp_path / "packed")
+    assert os.listdir(tmp_path / "packed") == []
+
+
+# Every byte
+
+def test_a_changed_byte_anywhere_is_found_when_every_byte_is_compared(tmp_path):
+    "The first and the last row of a matrix, and any element of a vector, are seen when the folder is used, too."
+    tensors, order = layered()
+    checkpoint, folder = write_model(tmp_path / "m", tensors), tmp_path / "packed"
+    pack(checkpoint, order, folder)
+    told, lines = [], []
+    assert verify_packed(checkpoint, order, folder, lines.append, told.append) == {} and not lines
+    assert told == [checkpoint.extent(name).nbytes for name in order]
+    with Checkpoint(folder) as packed:
+        places = {name: packed.extent(name) for name in order}
+    for name, at, seen in ((f"{PREFIX}1.a", 0, True), (f"{PREFIX}1.a", 65, True), (f"{PREFIX}1.a", 66, False),
+                           (f"{PREFIX}1.a", -67, False), (f"{PREFIX}1.a", -66, True), (f"{PREFIX}1.a", -1, True),
+                           (f"{PREFIX}2.bias", 15, True), (f"{PREFIX}0.norm", -1, True), ("head", 3000, False)):
+        extent = places[name]
+        place = extent.offset + at % extent.nbytes - os.path.getsize(extent.file)
+        flip(extent.file, place)
+        wrong = verify_packed(checkpoint, order, folder, lines.append)
+        assert [*wrong] == [extent.file] and lines[-1:] == [*wrong.values()] and f": {name} is missing or" in lines[-1]
+        if seen:
+            with pytest.raises(CheckpointError, match=f"{name} is missing or not that of"):
+                Packed(checkpoint, order, folder)
+        else:
+            Packed(checkpoint, order, folder)
+        flip(extent.file, place)
+    assert verify_packed(checkpoint, [*order, "table"], folder).keys() == {str(folder)}
+    with pytest.raises(UsageError, match="is the checkpoint itself"):
+        verify_packed(checkpoint, order, tmp_path / "m")
+    with pytest.raises(FileNotFoundError):
+        verify_packed(checkpoint, order, tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda c, folder: pack(c, ["head"], 5), "folder is 5, expected a path"),
+    (lambda c, folder: pack(c, ["head"], ""), "folder is '', expected a path"),
+    (lambda c, folder: pack(c, ["head"], b"packed"), "folder is b'packed', expected a path"),
+    (lambda c, folder: pack("m", ["head"], folder), "checkpoint is 'm': a Checkpoint is needed"),
+    (lambda c, folder: pack(c, "head", folder), "names is 'head': a list of the names of tensors is needed"),
+    (lambda c, folder: pack(c, [], folder), r"names is \[\]: a list of the names of tensors is needed"),
+    (lambda c, folder: pack(c, ["head", 3], folder), r"names is \['head', 3\]: a list of the names of tensors"),
+    (lambda c, folder: Packed(c, ["head"], None), "folder is None, expected a path"),
+    (lambda c, folder: verify_packed(c, 7, folder), "names is 7: a list of the names of tensors is needed"),
+    (lambda c, folder: verify_packed(c, ["head"], True), "folder is True, expected a path"),
+])
+def test_arguments_of_a_wrong_type_are_refused_by_name(tmp_path, call, words):
+    tensors, _ = layered()
+    with pytest.raises(UsageError, match=words):
+        call(write_model(tmp_path / "m", tensors), tmp_path / "packed")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+# The command
+
+def test_verify_compares_a_packed_trunk(tmp_path):
+    trunk, report = tmp_path / "t", tmp_path / "r.json"
+    said = k3("pack", MODEL, trunk).stdout
+    assert "14 written and 0 found" in said and "0 written and 14 found" in k3("pack", MODEL, trunk).stdout
+    good = k3("verify", MODEL, "--trunk", trunk, "--json", report)
+    assert good.returncode == 0 and f"{trunk}: 339 tensors of 4.6 MB, each byte equal to {MODEL}'s" in good.stdout
+    assert json.loads(report.read_text())["damaged"] == {}
+    victim = trunk / "model-00005-of-000014.safetensors"
+    with Checkpoint(trunk) as packed:
+        extent = packed.extent(f"{PREFIX}4.self_attn.q_proj.weight")
+    flip(victim, extent.offset + extent.nbytes // 2 - victim.stat().st_size)
+    assert k3("decode", MODEL, "--ids", "1,2", "--max-new-tokens", 1, "--trunk", trunk).returncode == 0
+    bad = k3("verify", MODEL, "--trunk", trunk, "--json", report)
+    refused(bad, 4, f"1 damaged: {victim}: {PREFIX}4.self_attn.q_proj.weight is missing or differs", "pack this")
+    assert [*json.loads(report.read_text())["damaged"]] == [str(victim)]
+    refused(k3("verify", MODEL, "--trunk", tmp_path / "nowhere"), 2, "nowhere")
+    refused(k3("verify", MODEL, "--trunk", MODEL), 2, "is the checkpoint itself")
+    both = k3("verify", MODEL, "--trunk", trunk, "--write-manifest")
+    assert both.returncode == 2 and "not allowed with" in both.stderr

@@ -1,11 +1,13 @@
 "A plan keeps its budget, spends it in the order of what a byte saves, and refuses it with one that is large enough."
 import math
 import re
+import threading
 from types import SimpleNamespace
 
 import pytest
 from common import FIXTURES, MODEL, least
 
+import k3lib
 from k3lib import memory, plan, system
 from k3lib.checkpoint import Checkpoint
 from k3lib.config import read_config
@@ -23,7 +25,7 @@ def embedded():
 
 
 def test_a_cgroup_that_is_too_small_refuses_the_plan(embedded, monkeypatch):
-    monkeypatch.setattr(memory, "cgroup_free", lambda: [1_000_000])
+    monkeypatch.setattr(memory, "cgroup_free", lambda: [(1_000_000, "")])
     with pytest.raises(plan.PlanError, match="only 1.0 MB of memory are free") as refused:
         plan.make_plan(*embedded, 10**9, 32)
     assert refused.value.least is None
@@ -48,7 +50,7 @@ def test_a_plan_that_the_machine_cannot_hold_says_what_would_fit(embedded, stead
     with pytest.raises(plan.PlanError) as refused:
         plan.make_plan(*embedded, 1, 32)
     free = refused.value.least - plan.resident_bytes() + short
-    monkeypatch.setattr(plan, "available_bytes", lambda: free)
+    monkeypatch.setattr(plan, "available", lambda: (free, ()))
     with pytest.raises(plan.PlanError, match=advice) as caught:
         plan.make_plan(*embedded, 10**9, 32)
     named = int(re.search(advice, str(caught.value))[1]) * 10**6
@@ -113,10 +115,10 @@ def test_readers_are_never_fewer_than_threads(embedded):
         assert made.as_dict()["readers"] == found, (threads, readers)
 
 
-def test_a_longer_context_costs_the_kv_cache_alone(embedded):
+def test_a_longer_context_costs_the_kv_cache_and_the_records_alone(embedded):
     one, two = (plan.make_plan(*embedded, 10**9, n).parts for n in (1000, 2000))
-    grown = two["latent KV cache, 2000 positions"] - one["latent KV cache, 1000 positions"]
-    assert grown == 1000 * plan.position_bytes(embedded[0])
+    for part, a_position in ("latent KV cache", plan.position_bytes(embedded[0])), ("records of the run", 64):
+        assert two[f"{part}, 2000 positions"] - one[f"{part}, 1000 positions"] == 1000 * a_position
 
 
 def test_a_chunk_is_no_longer_than_the_prompt_and_leaves_three_quarters_to_the_trunk(embedded, steady):
@@ -135,8 +137,65 @@ def test_a_plan_as_text_and_as_plain_data(embedded):
     tree, lines = made.as_dict(), made.text().splitlines()
     assert tree["total"] == sum(tree["parts"].values()) == made.total <= tree["ram"] == 10**9
     assert lines[0] == f"plan for 1.00 GB of memory, 32 positions, prompts in chunks of {plan.MAX_CHUNK}"
-    assert [line[2:46].strip() for line in lines[1:-1]] == [*made.parts, "together"]
-    assert lines[-1].startswith("  100.0% of the streamed weights pinned, ")
+    assert [line[2:46].strip() for line in lines[1:len(made.parts) + 2]] == [*made.parts, "together"]
+    assert lines[len(made.parts) + 2].startswith("  100.0% of the streamed weights pinned, ")
+    assert [line[2:] for line in lines[len(made.parts) + 3:]] == tree["notes"] == [*made.notes]
+
+
+@pytest.mark.parametrize("lacks, told", [
+    ("resident_bytes", "memory of this process: 150.0 MB assumed"),
+    ("resident_file_bytes", "of libraries: 60.0 MB assumed"),
+])
+def test_what_is_assumed_is_said(embedded, monkeypatch, lacks, told):
+    monkeypatch.setattr(plan, lacks, lambda: None)
+    assert f"  {told}, the system does not tell" in plan.make_plan(*embedded, 10**9, 32).text().splitlines()
+    monkeypatch.setattr(plan, "available", lambda: (None, ("something stands in",)))
+    assert plan.make_plan(*embedded, 10**9, 32).notes[1:] == ("something stands in",)
+
+
+# Limits of a process
+
+def test_what_a_run_starts_is_what_it_is_planned_for(embedded):
+    "The threads that load() and a forward pass start, in every form of the layout, are those that were asked for."
+    def running():
+        return {thread.ident for thread in threading.enumerate() if thread.name.startswith("k3")}
+
+    for ram in (least() + 2_000_000, 10**9):
+        before = running()
+        with k3lib.load(MODEL, ram, context=32, threads=1, readers=3) as model:
+            model.prefill([5, 9])
+            assert len(running() - before) == plan.run_threads(model.plan.layout, 1), ram
+
+
+@pytest.mark.parametrize("lacks, shortage", [
+    ("open_files_shortage", "too many files"), ("address_shortage", "too few addresses")])
+def test_a_shortage_refuses_the_plan(embedded, monkeypatch, lacks, shortage):
+    monkeypatch.setattr(plan, lacks, lambda *_: shortage)
+    with pytest.raises(plan.PlanError, match=shortage) as refused:
+        plan.make_plan(*embedded, 10**9, 32)
+    assert refused.value.least is None and refused.value.exit_code == 2
+
+
+def test_too_few_threads_refuse_the_plan(embedded, monkeypatch):
+    monkeypatch.setattr(plan, "startable_threads", lambda wanted: wanted - 2)
+    with pytest.raises(plan.PlanError, match=r"a run starts 5 threads, but this process can start 3 more: .*ulimit -u"):
+        plan.make_plan(*embedded, 10**9, 32, threads=1)
+
+
+# Compiling
+
+def test_kernels_that_are_not_kept_are_part_of_the_plan(embedded, monkeypatch):
+    "The part is there only where this process compiles, and a refusal says which folder would help."
+    asked = []
+    monkeypatch.setattr(plan, "compiles_here", lambda apart: asked.append(apart) or True)
+    monkeypatch.setattr(plan, "available", lambda: (10**9, ()))
+    made = plan.make_plan(*embedded, 10**9, 32)
+    assert made.parts["compiling kernels, which no folder keeps"] == plan.COMPILE_RSS
+    with pytest.raises(plan.PlanError, match="MB; 115.0 MB less once .*NUMBA_CACHE_DIR can be written"):
+        plan.make_plan(*embedded, 10**8, 32)
+    monkeypatch.setattr(plan, "available", lambda: (plan.COMPILER_RSS - 1, ()))
+    plan.make_plan(*embedded, 10**9, 32)
+    assert asked == [True, True, False], "another process may compile only where it has room"
 
 
 # The released shape
@@ -144,6 +203,8 @@ def test_a_plan_as_text_and_as_plain_data(embedded):
 
 class Released:
     "The headers of the released checkpoint as far as a plan looks at them, from the config alone."
+
+    files: tuple[str, ...] = ()
 
     def __init__(self, config):
         self.extents = {}
@@ -170,7 +231,8 @@ def released():
 def small_process(monkeypatch):
     "As in a process of its own: this one has pytest and more in memory."
     monkeypatch.setattr(plan, "resident_bytes", lambda: 130_000_000)
-    monkeypatch.setattr(plan, "available_bytes", lambda: None)
+    monkeypatch.setattr(plan, "available", lambda: (None, ()))
+    monkeypatch.setattr(plan, "compiles_here", lambda apart: False)
 
 
 def test_no_expert_is_cached_while_a_matrix_streams(released, small_process):
@@ -202,15 +264,18 @@ def test_the_released_shape_fits_a_gigabyte_and_4096_positions_cost_226_megabyte
 
 # {budget: bytes of activations, row block buffers, pinned trunk, expert slots}
 WRITTEN_DOWN = {
-    10**9: [36_569_088, 44_937_948, 132_956_160, 4_571_136],
+    10**9: [36_569_088, 44_937_948, 131_575_808, 4_571_136],
     8 * 10**9: [70_778_880, 44_937_948, 7_097_856_000, 4_571_136],
     130 * 10**9: [70_778_880, 0, 111_112_568_832, 18_028_707_840],
 }
 
 
 def test_the_parts_of_the_released_plan_are_what_they_were(released, small_process, monkeypatch):
-    "Bytes as version 0.1.0 planned them in a process of this size. A plan that changes is to be changed on purpose."
-    monkeypatch.setattr(plan, "status_bytes", lambda field: 60_000_000)
-    fixed = [130_000_000, 65_000_000, 464_633_856, 56_623_104, 64_704_512]
+    """Bytes as version 0.1.0 planned them in a process of this size, and 64 more a position for the records of a run.
+
+    A plan that changes is to be changed on purpose.
+    """
+    monkeypatch.setattr(plan, "resident_file_bytes", lambda: 60_000_000)
+    fixed = [130_000_000, 65_000_000, 464_633_856, 56_623_104, 65_536, 64_704_512]
     for ram, parts in WRITTEN_DOWN.items():
         assert list(plan.make_plan(*released, ram, 1024, threads=2).parts.values()) == fixed + parts

@@ -4,14 +4,18 @@ What reads, calls and interrupts do is seen from outside. Trunk and experts shar
 blocks and functions.
 """
 import _thread
+import gc
 import random
 import signal
 import sys
 import threading
 import time
+import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from common import until
 from interrupts import at_every_moment, time_limit
 
 from k3lib import prefetch
@@ -479,6 +483,123 @@ def test_closing_wakes_a_caller_that_waits(numbers, working):
             use()
 
 
+def ended(prefix="k3-test", seconds=20):
+    "Wait for all readers to have ended; the names of those that have not."
+    deadline = time.monotonic() + seconds
+    while names := [thread.name for thread in threading.enumerate() if thread.name.startswith(prefix)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.001)
+    return names
+
+
+def plain_read(block, buffer):
+    buffer[:] = block
+    return buffer
+
+
+def dropped_pool(readers=3, read=plain_read, order=range(20)):
+    "A pool that owns its buffers; nobody else refers to it."
+    pool = Prefetcher(read, [np.zeros(WORDS, np.int64) for _ in range(4)], readers, 2, "test")
+    pool.restart(list(order), cyclic=True)
+    return pool
+
+
+def used(pool):
+    pool.map_blocks([0, 1, 2], lambda block, data: None, lambda rest, buffer, cursor: 0.0, 2)
+
+
+def failed(pool):
+    def work(*_):
+        raise OSError("in a call")
+
+    try:  # pytest.raises would keep the error, and the error its frames
+        pool.map_blocks([0, 1, 2], work, work, 2)
+    except OSError:
+        return
+    raise AssertionError("the call did not fail")
+
+
+def left_out(pool):
+    try:
+        pool.map_blocks([3], lambda block, data: None, lambda rest, buffer, cursor: 0.0, 2)
+    except RuntimeError:
+        return
+    raise AssertionError("a batch was left out")
+
+
+@pytest.mark.parametrize("use", [lambda pool: None, used, failed, left_out])
+def test_a_pool_that_nobody_refers_to_ends_its_readers_and_frees_its_buffers(use):
+    "Without close() and without the garbage collector; whether the readers wait, read, or have just read."
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(30):
+            pool = dropped_pool()
+            alive, buffer = weakref.ref(pool), weakref.ref(pool._buffers[0])
+            use(pool)
+            del pool
+            assert ended() == []
+            assert alive() is None and buffer() is None
+    finally:
+        gc.enable()
+
+
+def test_a_pool_in_a_cycle_is_dropped_by_the_garbage_collector_on_any_thread():
+    "Two thousand pools; the collector runs at almost every moment, on the readers too."
+    before = gc.get_threshold()
+    gc.set_threshold(20, 2, 2)
+    try:
+        for number in range(2000):
+            pool = dropped_pool(2)
+            pool.cycle = pool
+            if number % 3 == 0:
+                used(pool)
+            del pool
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    assert ended() == []
+
+
+def test_a_pool_is_dropped_on_a_reader_when_its_read_has_ended():
+    inside, gate, where = threading.Event(), threading.Event(), []
+
+    def read(block, buffer):
+        inside.set()
+        assert gate.wait(20)
+        return buffer
+
+    pool = dropped_pool(read=read)
+    alive = weakref.ref(pool, lambda _: where.append(threading.current_thread().name))
+    assert inside.wait(20)
+    del pool
+    assert alive() is not None and not where, "freed during a read"
+    gate.set()
+    assert ended() == [] and where[0].startswith("k3-test")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signal for this")
+def test_a_pool_that_was_interrupted_at_any_moment_and_dropped_ends_its_readers():
+    def run(pool):
+        pool.restart([7, 8, 9, 10, 11], cyclic=True)
+        pool.map_blocks([7, 8, 9], lambda block, data: None, lambda rest, buffer, cursor: 0.0, 2)
+
+    pools = []
+
+    def begin():
+        pools.append(dropped_pool(2))
+        return pools[-1]
+
+    def check(pool):
+        del pool
+        pools.clear()
+
+    at_every_moment(prefetch.__file__, begin, run, check, least=30)
+    gc.collect()  # the frames of the interrupted calls
+    assert ended() == []
+
+
 def test_a_pool_that_could_bring_nothing_is_refused():
     for buffers, readers in ((0, 2), (2, 0)):
         with pytest.raises(ValueError, match=f"test: {buffers} buffers and {readers} readers, at least one"):
@@ -487,47 +608,70 @@ def test_a_pool_that_could_bring_nothing_is_refused():
 
 # The account
 
-def busy(seconds):
-    "Arithmetic that takes so much processor time."
-    end = time.thread_time() + seconds
-    while time.thread_time() < end:
-        pass
+class Clocks:
+    """The pool's clocks, which only reads and arithmetic of a test move: no matter when the system lets a thread run.
+
+    `wall` is the time of all, `busy` the processor time of each thread.
+    """
+
+    def __init__(self, monkeypatch):
+        self.wall, self.busy, self.lock = 0, threading.local(), threading.Lock()
+        fake = SimpleNamespace(perf_counter=lambda: self.wall, thread_time=self.thread_time)
+        monkeypatch.setattr(prefetch, "time", fake)
+
+    def thread_time(self):
+        return getattr(self.busy, "seconds", 0)
+
+    def pass_time(self, seconds, busy=False):
+        with self.lock:
+            self.wall += seconds
+        if busy:
+            self.busy.seconds = self.thread_time() + seconds
 
 
 @pytest.mark.parametrize("limit", [1, 2])
 @pytest.mark.parametrize("read_ahead", [0, 2])
-def test_waiting_and_working_are_told_apart(read_ahead, limit):
+def test_waiting_and_working_are_told_apart(monkeypatch, read_ahead, limit):
     "The wall is reads and calls. What the processor has done, over the threads, is not waiting."
-    pool = Prefetcher(lambda block, buffer: (time.sleep(0.02), block)[1], [None, None], 2, read_ahead, "test")
+    clocks, read = Clocks(monkeypatch), []
+
+    def late(block, buffer):
+        clocks.pass_time(20)
+        read.append(block)
+        return block
+
+    pool = Prefetcher(late, [None, None], 2, read_ahead, "test")
     pool.restart([1, 2, 3, 4, 5, 6])
+    until(lambda: len(read) == read_ahead)
 
     def work(block, data):
-        busy(0.01)
+        clocks.pass_time(10, busy=True)
 
     def stream(rest, buffer, cursor):
-        began = time.thread_time()
+        began = clocks.thread_time()
         for _ in items(rest, cursor):
-            time.sleep(0.02)
-            busy(0.01)
-        return time.thread_time() - began
+            clocks.pass_time(20)
+            clocks.pass_time(10, busy=True)
+        return clocks.thread_time() - began
 
-    began = time.perf_counter()
+    began = clocks.wall
     pool.map_blocks([1, 2, 3, 4, 5, 6], work, stream, limit)
-    wall = time.perf_counter() - began
+    wall = clocks.wall - began
     pool.close()
-    assert 0.06 <= pool.busy_seconds <= 0.08
-    assert 0.02 <= pool.wait_seconds <= wall - pool.busy_seconds / min(limit, CORES)
+    assert pool.busy_seconds == 60 and wall == 6 * 30 - 20 * read_ahead
+    assert pool.wait_seconds == wall - 60 / min(limit, CORES)
 
 
-def test_a_caller_whose_blocks_were_read_ahead_has_not_waited(numbers):
-    b = numbers(2, 2, 2, longest=0)
+def test_a_caller_whose_blocks_were_read_ahead_has_not_waited(monkeypatch, numbers):
+    clocks, b = Clocks(monkeypatch), numbers(2, 2, 2, longest=0)
     b.gate = threading.Event()
     b.pool.restart([1, 2])
-    time.sleep(0.3)
+    b.until(lambda: len(b.begun) == 2)
+    clocks.pass_time(1000)
     b.gate.set()
     b.until(lambda: (b.buffers[0] > 0).all() and (b.buffers[1] > 0).all())
     b.consume([1, 2], 1)
-    assert b.pool.wait_seconds < 0.2
+    assert b.pool.wait_seconds == 0
 
 
 def test_a_pool_that_gets_too_few_threads_ends_those_it_has(monkeypatch):

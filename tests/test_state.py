@@ -194,3 +194,10 @@ def test_a_file_that_changes_while_it_is_read_leaves_no_half_state(model, saved,
     monkeypatch.undo()
     model.load_state(saved[0])
     assert after(model) == saved[1]
+
+
+@pytest.mark.parametrize("file", [5, None, b"s", "", True])
+def test_a_file_that_is_no_path_is_refused_by_name(model, file):
+    for call in model.save_state, model.load_state:
+        with pytest.raises(UsageError, match="^file is .*, expected a path"):
+            call(file)

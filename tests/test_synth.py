@@ -3,6 +3,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -284,6 +285,14 @@ def test_live_ids_of_both_tables_are_the_same_and_reach_far(released):
 
 @pytest.mark.parametrize("changes, message", [
     ({"preset": "huge"}, "preset is 'huge', expected one of full, slice, oracle"),
+    ({"preset": ["full"]}, "preset is ['full'], expected one of full, slice, oracle"),
+    ({"preset": None}, "preset is None, expected one of full, slice, oracle"),
+    ({"seed": True}, "seed is True, expected an integer in 0.."),
+    ({"seed": 1.0}, "seed is 1.0, expected an integer in 0.."),
+    ({"seed": np.bool_(True)}, ", expected an integer in 0.."),
+    ({"layers": "4"}, "layers is '4', expected an integer in 1..4,096"),
+    ({"experts": [16]}, "experts is [16], expected an integer in 1..65,536"),
+    ({"vocab": 10**400}, "..., expected an integer in 1..16,777,216"),
     ({"layers": 0}, "layers is 0, expected an integer in 1..4,096"),
     ({"layers": True}, "layers is True, expected an integer in 1..4,096"),
     ({"layers": 2.5}, "layers is 2.5, expected an integer in 1..4,096"),
@@ -301,6 +310,58 @@ def test_refusals_name_argument_found_and_expected(tmp_path, changes, message):
         synth(tmp_path / "m", **{"preset": "oracle"} | changes)
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("folder", [5, None, b"m", "", ["m"], True])
+def test_a_folder_that_is_no_path_is_refused_by_name(folder):
+    with pytest.raises(UsageError, match=r"^folder is .*, expected a path"):
+        synth(folder, "oracle", layers=1)
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    synth(tmp_path / "a", "oracle", seed=np.uint8(3), layers=np.int64(1), rms_norm_eps=np.float32(0.5))
+    synth(tmp_path / "b", "oracle", seed=3, layers=1, rms_norm_eps=0.5)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+@pytest.mark.parametrize("made", ["folder", "file", "empty folder"])
+def test_a_folder_that_another_program_fills_meanwhile(tmp_path, monkeypatch, made):
+    "It keeps what the other wrote; an empty one is filled."
+    target, really = tmp_path / "m", module.write_index
+
+    def write_index(folder, shards):
+        really(folder, shards)
+        target.write_text("theirs") if made == "file" else target.mkdir()
+        if made == "folder":
+            (target / "file").write_text("theirs")
+
+    monkeypatch.setattr(module, "write_index", write_index)
+    if made == "empty folder":
+        assert synth(target, "oracle", layers=1).folder == target
+    else:
+        with pytest.raises(SynthError, match="m: another program has filled it meanwhile, expected it to stay empty$"):
+            synth(target, "oracle", layers=1)
+        assert (target / "file" if made == "folder" else target).read_text() == "theirs"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_two_threads_make_two_checkpoints_at_once(tmp_path):
+    "Into one folder: one of them wins, whole, and the other is refused, whichever is first."
+    barrier, ended = threading.Barrier(2), []
+
+    def run(seed):
+        barrier.wait(60)
+        try:
+            ended.append((seed, synth(tmp_path / "m", "oracle", seed=seed, layers=2)))
+        except SynthError as error:
+            ended.append((None, str(error)))
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in (1, 2)]
+    [thread.start() for thread in threads], [thread.join(100) for thread in threads]
+    (winner,) = (seed for seed, _ in ended if seed is not None)
+    assert len(ended) == 2 and list(tmp_path.iterdir()) == [tmp_path / "m"]
+    synth(tmp_path / "alone", "oracle", seed=winner, layers=2)
+    assert contents(tmp_path / "m") == contents(tmp_path / "alone")
 
 
 def test_a_folder_that_holds_anything_is_left_alone(tmp_path):
@@ -366,7 +427,7 @@ def test_ctrl_c_right_after_the_folder_was_made_leaves_none(tmp_path, monkeypatc
     monkeypatch.setattr(Path, "mkdir", mkdir_interrupted)
     with pytest.raises(KeyboardInterrupt):
         synth(tmp_path / "m", "oracle")
-    assert made == [f".m.{os.getpid()}.part"] and list(tmp_path.iterdir()) == []
+    assert len(made) == 1 and re.fullmatch(r"\.m\.\w{32}\.part", made[0]) and list(tmp_path.iterdir()) == []
 
 
 def test_ctrl_c_leaves_nothing(tmp_path):
@@ -375,7 +436,7 @@ def test_ctrl_c_leaves_nothing(tmp_path):
     code = f"from k3lib.synth import synth; synth({target!r}, {what}, progress=lambda t: print(t, flush=True))"
     run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert run.stdout.readline().startswith("synthetic checkpoint")
-    assert [p.name for p in tmp_path.iterdir()] == [f".m.{run.pid}.part"]
+    assert [re.sub(r"\w{32}", "", p.name) for p in tmp_path.iterdir()] == [".m..part"]
     time.sleep(0.3)
     run.send_signal(signal.SIGINT)
     asked = time.monotonic()

@@ -1,5 +1,6 @@
 "The calls that some system lacks: each with the call, and with the call taken away. macOS and Windows are simulated."
 import errno
+import mmap
 import os
 import subprocess
 import sys
@@ -225,7 +226,7 @@ def no_proc(monkeypatch):
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="/proc")
 def test_memory_by_proc():
     assert 0 < system.resident_bytes() <= system.peak_bytes() and system.status_bytes("NoSuchField") is None
-    assert 0 < system.machine_free_bytes() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < system.machine_free()[0] < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     before = system.read_call_bytes()
     with open(__file__, "rb", buffering=0) as file:
         file.read(100)
@@ -239,14 +240,66 @@ def test_memory_without_proc(monkeypatch, platform, unit):
     usage = SimpleNamespace(ru_maxrss=123)
     monkeypatch.setattr(system, "resource", SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: usage))
     assert system.resident_bytes() is None and system.read_call_bytes() is None and system.peak_bytes() == 123 * unit
-    assert system.machine_free_bytes() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert system.machine_free() == (whole, "all memory of the machine") and system.resident_file_bytes() is None
 
 
 def test_memory_where_nothing_tells(monkeypatch, lacks):
     no_proc(monkeypatch)
     lacks("sysconf")
     monkeypatch.setattr(system, "resource", None)
-    assert system.peak_bytes() is None and system.machine_free_bytes() is None
+    assert system.peak_bytes() is None and system.machine_free() == (None, "no figure")
+
+
+# Files that the system writes
+
+def test_system_files_are_bytes_and_any_line_may_be_malformed(tmp_path):
+    text = (b"Name:\t\xe7\xa5\x9e\xe7\nVmRSS:\t   12 kB\nVmSize:\nVmData: x kB\nVmStk: -3 kB\nVmLck: 1.5 kB\n"
+            b"Huge: " + b"9" * 5000 + b" kB\nplain 7\n\n:\nline\x0bbreak: 3\nlast: 4")
+    (tmp_path / "f").write_bytes(text)
+    assert system.system_fields(tmp_path / "f") == {"VmRSS": 12, "plain": 7, "last": 4}
+    assert os.fsencode("\n".join(system.system_lines(tmp_path / "f"))) == text
+    assert system.system_lines(tmp_path) == system.system_lines(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize("text, number", [
+    ("0", 0), (" 12\n", 12), ("9223372036854771712", 2**63 - 4096), ("max", None), ("", None), ("1 2", None),
+    ("-1", None), ("1.5", None), ("9" * 21, None), ("\u0663", None), ("1_0", None)])
+def test_system_number(text, number):
+    assert system.system_number(text) == number
+
+
+@pytest.fixture
+def system_files(monkeypatch):
+    "system_files({path: text}): these files of the system exist, and no others."
+    def replace(files):
+        monkeypatch.setattr(system, "system_lines", lambda path: files.get(path, "").split("\n"))
+    return replace
+
+
+@pytest.mark.parametrize("text, kibibytes, said", [
+    ("MemTotal: 90 kB\nMemFree: 10 kB\nMemAvailable: 60 kB\n", 60, ""),
+    ("MemFree: 10 kB\nBuffers: 5 kB\nCached: 40 kB\nShmem: 8 kB", 47, "MemFree + Buffers + Cached - Shmem"),
+    ("MemFree: 10 kB\nBuffers: 5 kB\nCached: 40 kB", 15, "MemFree + Buffers"),
+    ("MemAvailable: much\nMemFree: 10 kB\nCached: 4 kB\nShmem: 8 kB", 10, "MemFree + Cached - Shmem"),
+    ("MemFree: 10 kB", 10, "MemFree"),
+])
+def test_free_memory_where_meminfo_lacks_a_line(system_files, text, kibibytes, said):
+    "What is on the right is never more than what the kernel would count as available."
+    system_files({"/proc/meminfo": text})
+    assert system.machine_free() == (1024 * kibibytes, said)
+
+
+@pytest.mark.parametrize("status, statm, resident, of_files", [
+    ("VmRSS: 8 kB\nRssFile: 4 kB", "9 3 1", 8192, 4096),
+    ("VmRSS: 8 kB", f"{9} 3 1", 8192, mmap.PAGESIZE),
+    ("Name: x", "9 3 1 0", 3 * mmap.PAGESIZE, mmap.PAGESIZE),
+    ("VmRSS: x\nRssFile:", "9", None, None), ("", "a b c", None, None), ("", "", None, None),
+])
+def test_memory_of_the_process_where_status_lacks_a_line(system_files, status, statm, resident, of_files):
+    system_files({"/proc/self/status": status, "/proc/self/statm": statm})
+    assert (system.resident_bytes(), system.resident_file_bytes()) == (resident, of_files)
+    assert system.read_call_bytes() is None and system.peak_bytes() > 0
 
 
 # Everything at once
@@ -321,6 +374,57 @@ print(len([tempfile.TemporaryFile() for _ in range(200)]))
 def test_as_many_files_open_as_were_asked_for():
     made = subprocess.run([sys.executable, "-c", OPEN_MANY], capture_output=True, text=True, cwd=ROOT)
     assert made.stdout == "200\n", made.stderr
+
+
+@pytest.mark.parametrize("limit, opened, refused", [
+    (100, 10, False), (100, 32, False), (100, 33, True), (None, 10**4, False)])
+def test_files_that_cannot_be_open_at_the_same_time(monkeypatch, limit, opened, refused):
+    "Eight descriptors are left for other things."
+    monkeypatch.setattr(system, "_open_files", lambda: opened)
+    monkeypatch.setattr(system, "raised_limit", lambda name, wanted: limit)
+    said = system.open_files_shortage(60)
+    assert bool(said) == refused
+    assert not said or said == ("this process needs 68 more open files, but may have 67: run it where `ulimit -n` is "
+                                "at least 165")
+
+
+@pytest.mark.parametrize("soft, hard, wanted, asked, limit", [
+    (-1, -1, 10, None, None), (5, -1, 10, 10, 10), (5, 8, 10, 8, 8), (12, 20, 10, None, 12), (9, 8, 10, None, 9)])
+def test_a_soft_limit_is_raised_to_what_is_wanted(monkeypatch, soft, hard, wanted, asked, limit):
+    calls = []
+    monkeypatch.setattr(system, "resource", SimpleNamespace(
+        RLIMIT_AS=1, RLIM_INFINITY=-1, getrlimit=lambda which: (soft, hard),
+        setrlimit=lambda which, limits: calls.append(limits)))
+    assert system.raised_limit("AS", wanted) == limit and calls == ([] if asked is None else [(asked, hard)])
+    assert system.raised_limit("NONE", wanted) is None
+
+
+@pytest.mark.parametrize("limits, option", [
+    ({}, None), ({"AS": 1_399}, "-v 2"), ({"AS": 1_400}, None), ({"DATA": 699}, "-d 1"), ({"DATA": 700}, None)])
+def test_addresses_are_counted_with_stacks_and_arenas(monkeypatch, limits, option):
+    "Of 1,000 bytes reserved 500 are writable; 100 more are wanted; two threads have stacks of 50 and arenas of 100."
+    monkeypatch.setattr(system, "status_bytes", {"VmSize": 1000, "VmData": 500}.get)
+    monkeypatch.setattr(system, "raised_limit", lambda name, wanted: {"STACK": 50, **limits}.get(name))
+    monkeypatch.setattr(system, "ADDRESS_LIMITS", {"AS": ("VmSize", 100, "-v"), "DATA": ("VmData", 0, "-d")})
+    said = system.address_shortage(100, 2)
+    assert (said is None) == (option is None)
+    assert said is None or f"run it where `ulimit {option.split()[0]}` is at least {option.split()[1]}" in said
+
+
+def test_as_many_threads_as_can_be_started(monkeypatch):
+    start, running = threading.Thread.start, []
+
+    def at_most_three(thread):
+        if len(running) == 3:
+            raise RuntimeError("can't start new thread")
+        running.append(thread)
+        start(thread)
+
+    before = threading.active_count()
+    assert system.startable_threads(5) == 5 and system.startable_threads(0) == 0
+    monkeypatch.setattr(threading.Thread, "start", at_most_three)
+    assert system.startable_threads(5) == 3
+    assert threading.active_count() == before and not any(thread.is_alive() for thread in running)
 
 
 def test_a_pipe_does_not_block(lacks):

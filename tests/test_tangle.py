@@ -183,14 +183,60 @@ def test_a_module_without_a_chapter(house):
     assert house.check() == ["k3lib/helpers.py has no chapter; run: git rm k3lib/helpers.py"]
 
 
+def spoil(path, old, new):
+    "Replace bytes of a file, everywhere."
+    path.write_bytes(path.read_bytes().replace(old, new))
+
+
 def test_line_ends_of_a_windows_checkout(house):
-    paths = [*house.book.glob("*/*"), *house.package.glob("*.py")]
+    "Every file is named, one command mends all, and an export writes \\n whatever it reads."
+    paths = sorted([*house.book.glob("*/*"), *house.package.glob("*.py"), house.book / "tangle.py"])
+    before = {path: path.read_bytes() for path in paths}
     for path in paths:
-        path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
-    assert house.check() == []
-    house.edit("01_a/01_leaf", "SIZE = 2", "SIZE = 3")
+        spoil(path, b"\n", b"\r\n")
+    wrong = "has \\r\\n line ends, the first in line 1, where \\n is expected; run: make tidy"
+    said = [f"{house.tangle.place(path)} {wrong}" for path in paths]
+    assert house.check() == said
     house()
-    assert b"\r" not in (house.package / "leaf.py").read_bytes()
+    assert house.check() == [line for line in said if "k3lib/" not in line]
+    house("--tidy")
+    assert house.check() == [] and {path: path.read_bytes() for path in paths} == before
+
+
+def test_line_ends_and_marks_of_single_files(house):
+    "In the middle of a file, in a document, in a fixture, which is never rewritten; and a byte order mark."
+    source, document, fixture = house.book / "02_b" / "01_story.py", house.book / "README.md", "fixtures/some/data.json"
+    data = house.book.parent / fixture
+    data.parent.mkdir(parents=True)
+    data.write_bytes(b"{}\r\n")
+    spoil(source, b"module\n", b"module\r\n")
+    spoil(document, b"A small", b"\xef\xbb\xbfA small")
+    assert house.check() == [
+        "book/02_b/01_story.py has \\r\\n line ends, the first in line 2, where \\n is expected; run: make tidy",
+        "book/README.md begins with a byte order mark; run: make tidy",
+        f"{fixture} has \\r\\n line ends, the first in line 1, where \\n is expected; run: git checkout -- {fixture}"]
+    house("--tidy")
+    assert [line.split()[0] for line in house.check()] == [fixture] and data.read_bytes() == b"{}\r\n"
+
+
+def test_a_chapter_that_is_not_utf_8(house):
+    spoil(house.book / "02_b" / "01_story.py", b"story", b"stor\xff")
+    assert house("--check") == (1, "book/02_b/01_story.py is not UTF-8: invalid start byte at byte 30\n")
+
+
+def test_two_exports_at_once_never_show_half_a_file(house, monkeypatch):
+    "What a reader finds in the middle of each write is the old file, whole."
+    path = house.package / "leaf.py"
+    before, found, really = path.read_bytes(), [], Path.write_bytes
+
+    def halfway(self, data):
+        really(self, data[:len(data) // 2])
+        found.append(path.read_bytes())
+        return really(self, data)
+
+    monkeypatch.setattr(Path, "write_bytes", halfway)
+    house.tangle.write(path, "new\n")
+    assert found == [before] and path.read_bytes() == b"new\n" and not list(house.package.glob(".*"))
 
 
 @pytest.mark.parametrize("prose, tidy", [
@@ -241,15 +287,37 @@ def test_an_import_the_book_does_not_allow(house, line, wrong):
 
 
 @pytest.mark.parametrize("name, text, wrong", [
-    ("03_c/01_leaf", LEAF, "book/03_c/01_leaf.py: makes k3lib.leaf, which is made already"),
-    ("03_c/01_cli", LEAF, "book/03_c/01_cli.py: makes k3lib.cli, which is made already"),
-    ("03_c/01_x", LEAF.replace("def fell", "def SIZE"), "book/03_c/01_x.py: defines SIZE twice"),
-    ("03_c/01_x", LEAF.replace("def fell", "def Tree():\n    pass\n\n\ndef fell"),
-     "book/03_c/01_x.py: defines Tree twice"),
+    ("03_c/01_leaf", LEAF, "makes k3lib.leaf, as book/01_a/01_leaf.py does"),
+    ("03_c/01_Leaf", LEAF, "makes k3lib.Leaf, as book/01_a/01_leaf.py does"),  # one file on some file systems
+    ("03_c/01_cli", LEAF, "makes k3lib.cli, as k3lib/cli.py, which is written by hand, does"),
+    ("03_c/01_x-y", LEAF, "its module would be k3lib.x-y, which Python cannot import"),
+    *(("03_c/01_x", LEAF.replace("def fell", f"{again}\n\n\ndef fell"),
+       f"defines {twice} twice, in the exported cells at lines {lines}") for again, twice, lines in (
+        ("def SIZE(): pass", "SIZE", "5 and 20"), ("async def SIZE(): pass", "SIZE", "5 and 20"),
+        ("def Tree():\n    pass", "Tree", "5 and 20"), ("class Tree:\n    pass", "Tree", "5 and 20"),
+        ("from math import pi as SIZE", "SIZE", "5 and 20"), ("import SIZE.more", "SIZE", "5 and 20"),
+        ("try:\n    import a\nexcept ImportError:\n    SIZE = 3", "SIZE", "5 and 20"),
+        ("for SIZE in ():\n    pass", "SIZE", "5 and 20"), ("(SIZE, b), c = d", "SIZE", "5 and 20"),
+        ("f = 1\nf: int = 2", "f", "20 and 20"), ("import f\nimport g as f", "f", "20 and 20"))),
 ])
 def test_a_name_that_is_made_twice(house, name, text, wrong):
     house.write(name, text)
-    assert house("--check") == (1, wrong + "\n")
+    for arguments in (), ("--check",):
+        assert house(*arguments) == (1, f"book/{name}.py: {wrong}\n")
+
+
+@pytest.mark.parametrize("again", [
+    "if SIZE:\n    a = 1\nelse:\n    a = 2", "import os.path\nimport os\nimport os", "SIZE += 1",
+    "for a in ():\n    b = 1\nfor a in ():\n    pass", "f = lambda SIZE: [Tree for Tree in SIZE]",
+])
+def test_a_name_that_is_made_once(house, again):
+    house.write("03_c/01_x", LEAF.replace("def fell", f"{again}\n\n\ndef fell"))
+    assert house() == (0, "")
+
+
+def test_a_number_that_two_chapters_have(house):
+    house.write("01_a/02_other", ROOTS)
+    assert "book/01_a/02_root.py has the number 1.2, as book/01_a/02_other.py has\n" in house("--check")[1]
 
 
 def test_the_graph(house):

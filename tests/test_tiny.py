@@ -42,10 +42,13 @@ def test_a_saved_state_goes_on_with_the_same_bytes(model, tmp_path):
 
 
 def test_the_smallest_budget_streams_to_the_same_bytes(model):
-    with pytest.raises(ValueError, match="needs at least") as refused:
-        k3lib.load(MODEL, ram="1MB", context=32)
-    megabytes = int(str(refused.value).rsplit("at least ", 1)[1].split(" MB")[0])
-    with k3lib.load(MODEL, ram=f"{megabytes + 2}MB", context=32) as streaming:
+    budget, streaming = 1, None
+    while streaming is None:  # what this process holds changes between two plans, so the first number may not do
+        try:
+            streaming = k3lib.load(MODEL, ram=f"{budget}MB", context=32)
+        except k3lib.PlanError as refused:
+            budget = max(budget + 1, int(str(refused).rsplit("at least ", 1)[1].split(" MB")[0]))
+    with streaming:
         assert streaming.report.plan.pinned_bytes < 0.5 * streaming.report.plan.trunk_bytes
         model.reset()
         assert streaming.prefill(IDS).tobytes() == model.prefill(IDS).tobytes()

@@ -3,16 +3,19 @@
 Tests of the released vocabulary run where the environment variable K3_TIKTOKEN points to its tiktoken.model.
 """
 import base64
+import codecs
 import hashlib
 import json
 import os
 import random
+import re
 import struct
 import subprocess
 import sys
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,8 +24,20 @@ from common import CONTROL_TOKENS, EXPECTED, FIXTURES, MODEL, ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from k3lib import tokenizer
 from k3lib.fileio import UsageError
-from k3lib.tokenizer import PATTERN, Tokenizer, TokenizerError, cut, open_tokenizer, read_ranks
+from k3lib.tokenizer import (
+    PATTERN,
+    RUN_CHARS,
+    Tokenizer,
+    TokenizerError,
+    as_chars,
+    cut,
+    decoded,
+    open_tokenizer,
+    read_ranks,
+    text_parts,
+)
 
 VOCABULARY = FIXTURES / "tokenizer"
 RANKS = (VOCABULARY / "synthetic.tiktoken").read_bytes()
@@ -176,6 +191,94 @@ def test_segments_are_encoded_alone(small):
     ids = small.encode_segments(segments)
     assert ids == [1003] + [i for text, _ in segments[1:-1] for i in small.encode(text)] + [1005]
     assert small.encode_segments([("th", 0), ("e", 0)]) != small.encode("the")
+
+
+# --- in blocks -----------------------------------------------------------------------------------------------------
+
+
+def encoded_whole(tokenizer, data):
+    "Ids of bytes by the rule, from the whole text at once."
+    ids = []
+    for i, piece in enumerate(re.split("([\udc80-\udcff]+)", data.decode("utf-8", "surrogateescape"))):
+        if i % 2:
+            run = as_chars(piece.encode("utf-8", "surrogateescape"))
+            for start in range(0, len(run), RUN_CHARS):
+                ids += [token.id for token in tokenizer.encoder.model.tokenize(run[start:start + RUN_CHARS])]
+        else:
+            for part in cut_by_counting(piece) if piece else ():
+                ids += tokenizer.encoder.encode(part, add_special_tokens=False).ids
+    return ids
+
+
+def blocks(data, sizes):
+    "The bytes in blocks of these sizes, again and again."
+    ends = [0]
+    while ends[-1] < len(data):
+        ends += [ends[-1] + sizes[len(ends) % len(sizes)]]
+    return [data[a:b] for a, b in pairwise(ends)]
+
+
+def in_blocks(tokenizer, data, sizes):
+    return [i for ids in tokenizer.encode_blocks(blocks(data, sizes)) for i in ids]
+
+
+WORD = "We stream 12345 tokens, don'\u017ft we? \u4e16\u754c \U0001f642\n".encode()
+LONG = {
+    "words over a cut": WORD * (450_000 // len(WORD.decode())),
+    "a cut inside a character's bytes": b"a" + "\U0001f642\u4e16".encode() * 30_000,
+    "runs over a cut": b" " * 399_990 + b"x" * 25_030 + b"\n" * 25_001,
+    "no UTF-8, longer than a run": b"text" + b"\xff" * 25_001 + b"\x80" * 30_000 + b"text",
+    "a cut counted from the last bad byte": b"x \xe4" + b"ab " * 133_400,
+    "bad bytes at each place": b"ab\xffc\xc3\x28 \xf0\x9f\x99 " * 2_000,
+}
+
+
+@pytest.mark.parametrize("what", LONG)
+def test_a_long_text_in_blocks_has_the_ids_of_the_whole(small, what):
+    small.encode("a")  # makes the encoder
+    data = LONG[what]
+    expected = encoded_whole(small, data)
+    assert in_blocks(small, data, [399_999, 2]) == expected and small.decode(expected) == data
+    whole = list(text_parts([data.decode("utf-8", "surrogateescape")]))
+    for sizes in [1 << 20], [65_536], [7919, 1, 13]:
+        decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+        assert list(text_parts(decoded(decoder, blocks(data, sizes)))) == whole, sizes
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.binary(max_size=6) | st.text(max_size=4).map(lambda s: s.encode("utf-8", "replace")),
+                max_size=8).map(b"".join), st.lists(st.integers(1, 5), min_size=1, max_size=4))
+def test_any_bytes_in_any_blocks_have_the_ids_of_the_whole(small, data, sizes):
+    assert in_blocks(small, data, sizes) == small.encode(data)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.text(st.characters(codec=None), max_size=30), st.integers(0, 4))
+def test_a_long_str_is_decoded_in_blocks_as_in_one(small, text, shift):
+    "Characters, pairs of surrogates and lone ones stand over the end of the first block of 65,536."
+    text = "a" * (65_536 - shift) + text
+    assert small.encode(text) == small.encode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(["a", " ", "\udc80", "\n"]).flatmap(lambda c: st.integers(1, 9).map(lambda n: c * n)),
+                max_size=12), st.integers(1, 7))
+def test_parts_by_counting(runs, size):
+    "The rule with cuts after 8 and 4 characters instead of 400,000 and 25,000."
+    with mock.patch.object(tokenizer, "CUT_CHARS", 8), mock.patch.object(tokenizer, "RUN_CHARS", 4):
+        text = "".join(runs)
+        found = list(text_parts(text[i:i + size] for i in range(0, len(text), size)))
+        assert found == list(text_parts([text])) and "".join(part for _, part in found) == text
+        for broken, part in found:
+            assert part and len(part) <= (4 if broken else 8) and ("\udc80" in part) == broken
+            longest = max(len(list(run)) for _, run in groupby(part, str.isspace))
+            assert longest <= 4 or len(part) <= 4
+
+
+def test_a_block_that_is_no_bytes_is_refused(small):
+    for block in "text", 5, None:
+        with pytest.raises(UsageError, match="a block of the text is"):
+            list(small.encode_blocks([b"a", block]))
 
 
 # --- bytes ---------------------------------------------------------------------------------------------------------
@@ -346,7 +449,7 @@ def test_ids_out_of_range(small, bad):
     for call in (small.token, lambda i: small.decode([5, i]), small.stream().feed):
         with pytest.raises(TokenizerError, match=f"token id {bad}: expected 0..1255"):
             call(bad)
-    with pytest.raises(TypeError):
+    with pytest.raises(TokenizerError, match="token id 1.0: expected 0..1255"):
         small.decode([1.0])
 
 

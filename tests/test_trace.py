@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import k3lib
 from k3lib.cache_policy import CAPACITIES, replay_text
-from k3lib.trace import TraceError, packed_trace, read_trace, steps_of
+from k3lib.trace import MAX_TRACE_BYTES, TraceError, packed_trace, read_trace, steps_of
 
 LAYERS = 2, 3, 7
 chosen = st.lists(st.integers(0, 895), min_size=1, max_size=5)
@@ -65,6 +65,13 @@ def test_a_damaged_trace_is_refused_with_its_place(tmp_path, data, words):
     refused(k3("trace", "--replay", path), 2, str(error.value), path, *words)
 
 
+def test_a_trace_that_would_not_fit_in_memory_is_refused_unread(tmp_path):
+    path = tmp_path / "long.trace"
+    with open(path, "wb") as file:
+        file.truncate(MAX_TRACE_BYTES + 8)
+    refused(k3("trace", "--replay", path), 2, path, "268,435,464 bytes, expected 268,435,456 at most")
+
+
 # The command
 
 def test_a_run_is_recorded_and_replayed(tmp_path):
@@ -75,12 +82,14 @@ def test_a_run_is_recorded_and_replayed(tmp_path):
     assert len(passes) == 6 and [layer for layer, _ in passes[0]] == list(range(1, 13))
     assert all(len(ids) == 4 for layer, ids in passes[-1])
     run = k3("trace", "--replay", file)
-    assert run.returncode == 0 and run.stdout.strip() == replay_text(passes), run.stderr
+    table, released = run.stdout.strip().rsplit("\n", 1)
+    assert run.returncode == 0 and table == replay_text(passes), run.stderr
+    assert released == "GB: with experts of 17.5 MB, as in the released model; name MODEL for another"
     of_this_model = k3("trace", MODEL, "--replay", file)
     assert of_this_model.returncode == 0 and of_this_model.stdout != run.stdout
     small = sum(x.nbytes for x in k3lib.Checkpoint(MODEL).expert(1, 0).values())
     assert of_this_model.stdout.strip() == replay_text(passes, small)
-    assert len(run.stdout.splitlines()) == 3 + len(CAPACITIES)
+    assert len(run.stdout.splitlines()) == 4 + len(CAPACITIES)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run.trace"]
 
 

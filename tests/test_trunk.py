@@ -1,10 +1,12 @@
 "k3lib.trunk: a streamed matrix has the bits of a resident one, and no pass takes rows of another or of an older one."
+import gc
 import os
 import random
 import signal
 import sys
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -393,6 +395,31 @@ def test_a_closed_trunk_says_so_and_has_let_go(make, tensors):
     with pytest.raises(RuntimeError, match="the readers have ended because the model is closed"):
         W.multiply(np.ones((1, 100), np.float32), np.empty((1, 96), np.float32), 1)
     trunk.close()
+
+
+def gone(prefix, seconds=20):
+    "Wait until no thread has such a name."
+    deadline = time.monotonic() + seconds
+    while any(thread.name.startswith(prefix) for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return not any(thread.name.startswith(prefix) for thread in threading.enumerate())
+
+
+def test_a_dropped_trunk_is_freed_and_its_readers_end(tmp_path, tensors):
+    "By its reference count alone, after a pass too."
+    checkpoint = write_model(tmp_path / "m", tensors)
+    gc.collect()
+    gc.disable()
+    try:
+        for passes in (0, 1):
+            trunk = Trunk(layout_of(checkpoint, tensors, pinned=["a"], routers=ROUTERS), Files())
+            for _ in range(passes):
+                one_pass(trunk, tensors)
+            alive = [weakref.ref(trunk), weakref.ref(trunk.weight("a")), weakref.ref(trunk.files)]
+            del trunk
+            assert gone("k3-") and [ref() for ref in alive] == [None] * 3
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("name", ["a", ROUTERS[0]])

@@ -20,7 +20,7 @@ from common import MODEL as ORACLE
 from common import k3 as run_k3
 
 from k3lib.config import read_config
-from k3lib.fileio import CheckpointError
+from k3lib.fileio import CheckpointError, UsageError
 from k3lib.header import header_bytes
 from k3lib.verify import (
     GIT,
@@ -459,3 +459,42 @@ def test_ctrl_c_ends_it_soon_and_keeps_what_is_done(model):
     _, err = run.communicate(timeout=20)
     assert run.returncode == 130 and err == "k3 verify: interrupted\n"
     assert os.cpu_count() == 1 or partial.read_text().count("\n") == 20
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda model: verify(5), "path is 5, expected a path"),
+    (lambda model: verify(""), "path is '', expected a path"),
+    (lambda model: verify(model, manifest=3), "manifest is 3, expected a path"),
+    (lambda model: verify(model, "config.json"), "config is 'config.json': a Config is needed"),
+    (lambda model: verify(model, threads=0), "threads is 0: a whole number from 1"),
+    (lambda model: verify(model, threads="x"), "threads is 'x': a whole number from 1"),
+    (lambda model: verify(model, threads=-1), "threads is -1: a whole number from 1"),
+    (lambda model: hashes(5, [SHA256]), "path is 5, expected a path"),  # not the file that has descriptor 5
+    (lambda model: read_manifest(5), "path is 5, expected a path"),
+    (lambda model: manifest_path(None), "folder is None, expected a path"),
+    (lambda model: hashes(model / SHARD, ["md5"]), "kind of hash is 'md5', expected 'sha256' or"),
+    (lambda model: hashes(model / SHARD, [SHA256], read_bytes=0), "read_bytes is 0: a whole number from 1"),
+    (lambda model: hashes(model / SHARD, [SHA256], read_bytes=-4096), "read_bytes is -4096: a whole number from 1"),
+])
+def test_arguments_of_a_wrong_type_are_refused_by_name(model, call, words):
+    with pytest.raises(UsageError) as refused:
+        call(model)
+    assert str(refused.value).startswith(words) and "\n" not in str(refused.value)
+
+
+def test_two_checks_at_once_share_their_log(model):
+    "Lines of both are whole, and the one that ends last leaves no log."
+    barrier, errors = threading.Barrier(2), []
+
+    def run():
+        try:
+            for _ in range(10):
+                barrier.wait(60)
+                assert not verify(model, threads=2).damaged
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    [thread.start() for thread in threads], [thread.join(100) for thread in threads]
+    assert not errors and not (model.parent / "model.sha256.partial").exists()

@@ -5,6 +5,7 @@
 # this chapter you can decode a block on paper, recognise four wrong readings of the same bytes, and say what the
 # format costs.
 #
+# [0.1 K3 on one page](../00_k3/01_k3.ipynb) ·
 # [contents](../README.md) ·
 # [1.2 Kernels: compiled once, never stale](02_kernel_cache.ipynb)
 
@@ -56,12 +57,14 @@ def e2m1(code):
 
 # %% tags=["export"]
 E2M1 = np.array([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # value of each code
-SCALE = np.array([*np.ldexp(np.float32(1), np.arange(255) - 127), np.nan], np.float32)  # value of each scale byte
+SCALE = np.array([1 << 22, *(e << 23 for e in range(1, 255)), 0x7fc00000], np.uint32).view(np.float32)  # of each byte
 GROUP = 32  # elements that share one scale byte
 
 # %% [markdown]
-# `SCALE` holds the meaning of every scale byte: $2^{e-127}$, and NaN for 255. Take sixteen bytes and one scale byte,
-# 126, which stands for a half. The first byte is `0x2f`: its low nibble `f` is weight 0, its high nibble `2` is weight
+# `SCALE` holds the meaning of every scale byte: $2^{e-127}$, and NaN for 255. It is made from bits: a float32 has the
+# exponent field $e$ for $2^{e-127}$, and $2^{-127}$ is subnormal, which arithmetic may flush to zero (1.4.3). Take
+# sixteen bytes and one scale byte, 126, which stands for a half. The first byte is `0x2f`: its low nibble `f` is weight
+# 0, its high nibble `2` is weight
 # 1. In each byte the low nibble comes first.
 
 # %%

@@ -11,7 +11,6 @@
 
 # %%
 import llvmlite.binding as llvm
-import numpy as np
 from numba import njit
 
 from k3lib.mxfp4 import E2M1
@@ -19,6 +18,7 @@ from k3lib.mxfp4 import E2M1
 # %% tags=["export"]
 from collections.abc import Callable, Iterator
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -370,7 +370,9 @@ for label, (arch, features) in machines.items():
 
 # %% tags=["export"]
 TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the value of each code
-HALF_SCALE = SCALE / 2  # float32 [256]: half the value of each scale byte
+_BITS = SCALE.view(np.uint32)
+# float32 [256]: half the value of each scale byte, which is the value of the byte before; 2^-128 for byte 0
+HALF_SCALE = np.array([1 << 21, *_BITS[:254], _BITS[255]], np.uint32).view(np.float32)
 
 # %% [markdown]
 # Halving by taking one off the exponent field fails for three bytes. Byte 0 wraps around to minus infinity, so a

@@ -18,17 +18,20 @@ from numba import njit
 import os
 import time
 from _thread import start_new_thread
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from k3lib.kernel_cache import inner, kernel
-from k3lib.simd import element_pointer
+from k3lib.simd import call_llvm, element_pointer
 
 # %% tags=["parameters"]
 rounds = 5  # A B A B ... and the median
@@ -179,7 +182,84 @@ def threads_for(macs: int, threads: int) -> int:
 
 
 # %% [markdown]
-# ## 1.4.3 parallel_for
+# ## 1.4.3 The mode of a thread's arithmetic
+#
+# Every thread has a register that says how its floating-point units work: MXCSR on x86, FPCR on ARM. With one bit of
+# it, results that are *subnormal*, smaller than $2^{-126}$, become zero; with another, such inputs do. Others choose
+# the direction of rounding. A library that was compiled with `-ffast-math` may set the first two when it is loaded, for
+# the thread that loads it and for all that this thread starts later. From then on some products have other bits, and
+# nothing says so.
+#
+# So arithmetic whose bits matter runs in the default mode: round to nearest, and keep subnormal numbers. The mode that
+# the thread had is restored afterwards, because the other library may rely on it. A thread inherits its mode from the
+# thread that starts it. So threads that are started in the default mode need no call of their own.
+
+# %% tags=["export"]
+_DEFAULT_MODES = {"x86_64": 0x1f80, "aarch64": 0, "arm64": 0}  # of MXCSR and FPCR; other CPUs are left as they are
+
+
+def _write_mode(builder, arch, new):
+    "Write code that sets the register, if `new` is not negative, or else the default mode. Returns what it held."
+    word, integer, default = ir.IntType(64), ir.IntType(32), ir.IntType(64)(_DEFAULT_MODES[arch])
+    mode = builder.select(builder.icmp_signed("<", new, word(0)), default, new)
+    if arch != "x86_64":
+        old = call_llvm(builder, "llvm.aarch64.get.fpcr", word)
+        call_llvm(builder, "llvm.aarch64.set.fpcr", ir.VoidType(), mode)
+        return old
+    place = cgutils.alloca_once(builder, integer)
+    pointer = builder.bitcast(place, ir.IntType(8).as_pointer())
+    call_llvm(builder, "llvm.x86.sse.stmxcsr", ir.VoidType(), pointer)
+    old = builder.load(place)
+    builder.store(builder.trunc(mode, integer), place)
+    call_llvm(builder, "llvm.x86.sse.ldmxcsr", ir.VoidType(), pointer)
+    return builder.zext(old, word)
+
+
+# %% tags=["export"]
+@intrinsic
+def _exchange_mode(typingctx, new):
+    "(int64) -> the mode of this thread's arithmetic. It becomes `new`, or the default mode if that is negative."
+    def codegen(context, builder, sig, args):
+        arch = context.codegen().magic_tuple()[0].split("-")[0]
+        return _write_mode(builder, arch, args[0]) if arch in _DEFAULT_MODES else args[0]
+    return types.int64(types.int64), codegen
+
+
+@kernel
+def exchange_mode(new):
+    "Set the mode of this thread's arithmetic to `new`, the default mode if it is negative. Returns the mode it had."
+    return _exchange_mode(new)
+
+
+@contextmanager
+def default_arithmetic() -> Iterator[None]:
+    "A `with` block or a decorated function: this thread, and those that it starts, compute in the default mode."
+    before = exchange_mode(-1)
+    try:
+        yield
+    finally:
+        exchange_mode(before)
+
+
+# %% [markdown]
+# **Check.** The smallest normal number, halved, with the two bits of MXCSR set and without. NumPy's division follows
+# the mode as every other instruction does.
+
+# %%
+smallest, halves = np.array([2.0 ** -126], np.float32), []
+before = exchange_mode(-1)
+fast = 0x9fc0 if before & ~63 == 0x1f80 else before  # bits 15 and 6; the lowest six only note what has happened
+exchange_mode(fast)
+halves.append((smallest / 2)[0])
+with default_arithmetic():
+    halves.append((smallest / 2)[0])
+exchange_mode(before)
+print(f"half of 2^-126: {halves[0]:.3g} in the mode of another library, {halves[1]:.3g} in the default mode")
+assert halves[1] > 0
+
+
+# %% [markdown]
+# ## 1.4.4 parallel_for
 #
 # The caller waits until every chunk is done, not until the helpers report that they have ended: to report it, each
 # helper would have to take the interpreter's lock. A helper that wakes late finds no chunk and touches nothing.
@@ -193,8 +273,8 @@ def threads_for(macs: int, threads: int) -> int:
 #   still inside the kernel has no chunk.
 #
 # An interrupt may come between any two lines. Everything that must be undone is therefore inside the `try`. The kernel
-# is compiled before the `try`, by a call for no items. A compilation takes a second. In the caller, Ctrl-C ends it; if
-# a helper compiled, the caller would have to wait for it.
+# is compiled before the `try`, by a call for no items, and so is the kernel that helpers count themselves with. A
+# compilation takes a second. In the caller, Ctrl-C ends it; if a helper compiled, the caller would have to wait for it.
 
 # %% tags=["export"]
 def parallel_for(threads: int, n: int, kernel: Callable, *args: Any) -> None:
@@ -211,6 +291,7 @@ def parallel_for(threads: int, n: int, kernel: Callable, *args: Any) -> None:
     if threads == 1:
         return kernel(n, *args, cursor)
     kernel(0, *args, np.zeros_like(cursor))  # compiles the kernel
+    _add_from_python(cursor, _AT_WORK, 0)
     if _process != os.getpid():
         _forget_helpers()
     while len(_helpers) < min(threads, CORES) - 1:
@@ -254,7 +335,7 @@ assert (taken == 3).all()
 print(f"{len(taken):,} items, each taken once")
 
 # %% [markdown]
-# ## 1.4.4 The price of a second thread
+# ## 1.4.5 The price of a second thread
 #
 # A call on two threads must wake one. For a few microseconds of work that is a loss.
 
@@ -278,6 +359,7 @@ for n in parts:
 #   independent.
 # - The number of threads is an argument. There is no hidden setting.
 # - Every hand-over is one call that an interrupt cannot divide, so Ctrl-C leaves no lock behind and no thread at work.
+# - Arithmetic runs in the default mode of the processor, whatever another library has set.
 #
 # ## Exercises
 #

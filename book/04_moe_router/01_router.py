@@ -41,7 +41,12 @@ _ZERO, _TINY = np.float32(0), np.float32(1e-20)
 
 # %% tags=["parameters"]
 seed = 4
-tokens = 1024  # for the load experiment of 4.1.5
+tokens = 1024  # for the load experiment of 4.1.5: 512 or more, with fewer an expert's load is mostly chance
+
+# %%
+for name, value, least in (("seed", seed, 0), ("tokens", tokens, 512)):
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name} is {value!r}: a whole number from {least} on is needed")
 
 
 # %% [markdown]

@@ -26,10 +26,11 @@
 # | parts of a file that are not holes | `SEEK_DATA`, `SEEK_HOLE` | the whole file |
 # | bytes on the disk | `st_blocks` | the file's length |
 # | return freed memory to the system | glibc's `mallopt`, `malloc_trim` | none |
-# | peak memory of the process | `/proc/self/status` | `getrusage` |
+# | memory of the process | `/proc/self/status` | `/proc/self/statm`; for its peak `getrusage` |
 # | free memory of the machine | `/proc/meminfo` | all its memory, by `sysconf` |
-# | many open files | `setrlimit` | none |
+# | open files, threads, addresses | `getrlimit`, `setrlimit` | there are no limits |
 # | a pipe that does not block | `os.set_blocking` | none: Windows does not need it |
+# | a lock that ends with its process | `flock` | none: what is written has names of its own (5.19.4) |
 #
 # Linux on x86-64 is what the engine was run on; aarch64 was emulated. macOS and Windows were only simulated, by
 # removing the calls that they lack.
@@ -39,6 +40,7 @@ import ctypes
 import errno
 import mmap
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -205,7 +207,7 @@ COMPILED_PREAD = sys.platform == "linux" and sys.maxsize > 2**32  # may machine 
 # ## 5.1.3 Holes, and the bytes of a file on its disk
 #
 # A sparse file is longer than the space it takes on the disk: the system stores no pages for its holes and reads them
-# as zeros. The synthetic model of 5.24 is 1.56 TB long and takes 5 GB. A copy of it must not write the holes out.
+# as zeros. The synthetic model of 5.28 is 1.56 TB long and takes 5 GB. A copy of it must not write the holes out.
 
 # %% tags=["export"]
 def data_runs(fd: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
@@ -262,6 +264,36 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
 
 
 # %% [markdown]
+# Two programs that fill one folder should know of each other. A file that says "in use" outlives a program that
+# crashes. A lock of an open file does not: the system drops it when the descriptor is closed, also by the end of the
+# process. Windows has another call, and some network file systems have none; there no lock is taken, and its user must
+# be right without it.
+
+# %% tags=["export"]
+def lock_file(fd: int) -> bool | None:
+    """Lock the file that `fd` has open, until `fd` is closed. Does not wait: False if another descriptor has locked it.
+
+    None where the system or the file system has no such lock.
+    """
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+
+
+# %%
+with open(path) as one, open(path) as other:
+    print("locked:", lock_file(one.fileno()), "| by another descriptor meanwhile:", lock_file(other.fileno()))
+    one.close()
+    print("after the first is closed:", lock_file(other.fileno()))
+
+
+# %% [markdown]
 # ## 5.1.5 Memory: returned, used, free
 #
 # The budget is a promise about the process's resident memory. glibc raises a threshold of its own each time a large
@@ -295,29 +327,81 @@ def trim_freed_memory() -> None:
 
 
 # %% [markdown]
-# Linux publishes a process's memory in `/proc/self`. The peak is read there and not from `getrusage`, because a forked
-# process inherits its parent's peak in the figure of `getrusage`. macOS has only `getrusage`, counted in bytes; other
-# systems count it in KiB.
+# ## 5.1.6 Files that the system writes
+#
+# Linux publishes what it knows in small text files: `/proc/self/status` for the memory of this process, `/proc/meminfo`
+# for that of the machine, and more in a container. Two things about them surprise.
+#
+# They hold bytes, and need not be text. The first line of `/proc/self/status` is the name of the process, cut after 15
+# bytes, which may be in the middle of a character. Read as UTF-8, or in the language of the user's terminal, the file
+# raises an error. So the bytes are decoded as those of file names are: a byte that is no character is kept as it is.
+#
+# And any line may be missing. Old kernels have no `MemAvailable`, some containers show half of a file, some systems
+# have no such file. So one function reads lines, one picks the well-formed ones, and each caller says what stands in
+# for a line that is not there.
 
 # %% tags=["export"]
-def _proc_number(path: str, field: str) -> int | None:
-    "The number behind `field:` in a file of /proc, or None if the file or the field does not exist."
+def system_lines(path: str | os.PathLike[str]) -> list[str]:
+    """The lines of a small file that the system writes; none if it cannot be read.
+
+    Bytes that are no text stay in the result as os.fsdecode keeps them in file names: no byte raises an error.
+    """
     try:
-        with open(path) as lines:
-            return next((int(line.split()[1]) for line in lines if line.startswith(field + ":")), None)
+        with open(path, "rb") as file:
+            return [os.fsdecode(line) for line in file.read().split(b"\n")]
     except OSError:
-        return None
+        return []
 
 
+def system_number(text: str) -> int | None:
+    "The whole number that `text` is, or None if it is anything else."
+    return int(text) if re.fullmatch(r"\s*[0-9]{1,20}\s*", text) else None
+
+
+def system_fields(path: str | os.PathLike[str]) -> dict[str, int]:
+    "{name: number} of the lines `name: number unit` or `name number` of a system's file. Other lines are left out."
+    words = [line.replace(":", " ", 1).split() for line in system_lines(path)]
+    found = [(name, system_number(number)) for name, number, *_ in (line for line in words if len(line) > 1)]
+    return {name: number for name, number in found if number is not None}
+
+
+# %%
+(Path(scratch.name) / "status").write_bytes(b"Name:\t\xe7\xa5\x9e\xe7\nVmRSS:\t 1234 kB\nVmHWM:\nVmData: many kB\n")
+print(system_fields(Path(scratch.name) / "status"))
+assert system_fields(Path(scratch.name) / "status") == {"VmRSS": 1234}
+assert system_lines("/no/such/file") == [] and system_number("max") is None
+
+
+# %% [markdown]
+# The peak is read in `/proc/self/status` and not from `getrusage`, because a forked process inherits its parent's peak
+# in the figure of `getrusage`. macOS has only `getrusage`, counted in bytes; other systems count it in KiB.
+#
+# What a process has in memory is also in `/proc/self/statm`, in pages: the second number is all of it, the third the
+# part that belongs to files. These two stand in for `VmRSS` and `RssFile`.
+
+# %% tags=["export"]
 def status_bytes(field: str) -> int | None:
-    "A field of /proc/self/status in bytes, or None if the system has no /proc or no such field."
-    kibibytes = _proc_number("/proc/self/status", field)
+    "A field of /proc/self/status in bytes, or None if the system has no such file or field."
+    kibibytes = system_fields("/proc/self/status").get(field)
     return None if kibibytes is None else 1024 * kibibytes
+
+
+def _status_or_pages(field, number):
+    "A field of /proc/self/status in bytes, else the `number`th of the counts of pages in /proc/self/statm, else None."
+    found = status_bytes(field)
+    counts = [system_number(word) for word in " ".join(system_lines("/proc/self/statm")).split()]
+    pages = counts[number] if len(counts) > number else None
+    return found if found is not None or pages is None else pages * mmap.PAGESIZE
 
 
 def resident_bytes() -> int | None:
     "Bytes of this process in memory now, or None if the system does not publish them."
-    return status_bytes("VmRSS")
+    return _status_or_pages("VmRSS", 1)
+
+
+def resident_file_bytes() -> int | None:
+    "The part of resident_bytes() that belongs to files, such as libraries; None if the system does not publish it."
+    return _status_or_pages("RssFile", 2)
 
 
 def peak_bytes() -> int | None:
@@ -330,39 +414,70 @@ def peak_bytes() -> int | None:
 
 def read_call_bytes() -> int | None:
     "Bytes that read calls have given this process, as Linux counts them (rchar), or None on other systems."
-    return _proc_number("/proc/self/io", "rchar")
+    return system_fields("/proc/self/io").get("rchar")
 
 
 # %% [markdown]
-# A budget is compared with the machine's free memory before anything is allocated. macOS has no figure that means the
-# same as `MemAvailable`, so there the budget is compared with all memory of the machine. A budget of 64 GB on a machine
-# of 8 GB is refused; a budget that other programs' memory makes impossible is not.
+# A budget is compared with the machine's free memory before anything is allocated. `MemAvailable` is Linux's own
+# estimate of what a new program can have. It counts the page cache as free, but not the part of it that is `Shmem`:
+# files in memory, which have no disk to go to. Where it is missing, the same sum is made from what is there.
+#
+# macOS has no figure that means the same, so there the budget is compared with all memory of the machine. A budget of
+# 64 GB on a machine of 8 GB is refused; a budget that other programs' memory makes impossible is not.
 
 # %% tags=["export"]
-def machine_free_bytes() -> int | None:
-    "Free bytes of the machine: MemAvailable on Linux, else all its memory, an upper bound. None if neither is known."
-    kibibytes = _proc_number("/proc/meminfo", "MemAvailable")
-    if kibibytes is not None:
-        return 1024 * kibibytes
+def machine_free() -> tuple[int | None, str]:
+    "(free bytes of the machine or None, what stands in for the system's own figure: '' if nothing has to)."
+    memory = system_fields("/proc/meminfo")
+    if "MemAvailable" in memory:
+        return 1024 * memory["MemAvailable"], ""
+    if "MemFree" in memory:
+        cache = ["Buffers", *["Cached"] * ("Shmem" in memory)]  # Shmem lies in Cached: without it, how much is unknown
+        names = ["MemFree", *(name for name in cache if name in memory)]
+        shared = memory["Shmem"] if "Cached" in names else 0
+        shown = " + ".join(names) + " - Shmem" * ("Cached" in names)
+        return 1024 * max(memory["MemFree"], sum(memory[name] for name in names) - shared), shown
     try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "all memory of the machine"
     except (AttributeError, OSError, ValueError):
-        return None
+        return None, "no figure"
 
 
 # %% tags=["nbval-ignore-output"]
-for what, figure in (("in memory now", resident_bytes()), ("at most", peak_bytes()), ("free", machine_free_bytes())):
+for what, figure in (("in memory now", resident_bytes()), ("at most", peak_bytes()), ("free", machine_free()[0])):
     print(f"{what:14s} {'unknown' if figure is None else f'{figure / 1e9:6.2f} GB'}")
 
+
 # %% [markdown]
-# ## 5.1.6 Open files and signals
+# ## 5.1.7 Limits of a process, and signals
+#
+# Apart from the machine's memory, a process has limits of its own: how many files it may have open, how many threads
+# its user may run, how many addresses it may use. Each has a soft value, which counts, and a hard one, up to which the
+# process may raise the soft one itself.
 #
 # The released model has 96 files, a packed trunk 94 more, and a reader may hold two descriptors of each. macOS allows a
-# process 256 open files at first; the process may raise this soft limit, up to a hard limit. The folder `/dev/fd` lists
-# the files that are open now.
+# process 256 open files at first. The folder `/dev/fd` lists the files that are open now.
 
 # %% tags=["export"]
-_SPARE_FILES = 64  # descriptors for everything but a checkpoint's files
+def raised_limit(name: str, wanted: int) -> int | None:
+    """The limit RLIMIT_`name` of this process, which is raised to `wanted` first, as far as the hard limit allows.
+
+    None where there is no such limit.
+    """
+    which = getattr(resource, f"RLIMIT_{name}", None)
+    if which is None:
+        return None
+    soft, hard = resource.getrlimit(which)
+    new = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < new:
+        with suppress(OSError, ValueError):  # macOS: the kernel's own bound may be below the hard limit
+            resource.setrlimit(which, (new, hard))
+            soft = new
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+# %% tags=["export"]
+_SPARE_FILES = 64  # descriptors for everything but a checkpoint's files, if the hard limit allows so many
 
 
 def _open_files() -> int:
@@ -373,17 +488,70 @@ def _open_files() -> int:
         return 0
 
 
-def allow_open_files(more: int) -> None:
-    "Let this process open `more` files beyond those it has open, as far as its hard limit allows."
-    if resource is None:
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _open_files() + more + _SPARE_FILES
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(OSError, ValueError):  # macOS: the kernel's own bound may be below the hard limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+def allow_open_files(more: int) -> int | None:
+    "Let this process open `more` files, as far as its hard limit allows. How many it may open then; None: no limit."
+    now = _open_files()
+    limit = raised_limit("NOFILE", now + more + _SPARE_FILES)
+    return None if limit is None else max(0, limit - now)
+
+
+def open_files_shortage(needed: int) -> str | None:
+    "None if this process may open `needed` more files, and eight others; else a line of refusal."
+    room, needed = allow_open_files(needed), needed + 8
+    if room is None or room >= needed:
+        return None
+    return (f"this process needs {needed} more open files, but may have {room}: run it where `ulimit -n` is at least "
+            f"{_open_files() + needed + _SPARE_FILES}")
+
+
+# %% [markdown]
+# A thread needs memory for its stack and an entry among the system's processes. No call says how many more threads a
+# process can have: its user's limit, a container's, the address space may each be the first to end. So as many threads
+# as a run needs are started, and ended again.
+#
+# Address space is limited by `ulimit -v`, private memory by `ulimit -d`. Both count what is reserved, used or not.
+# Whole stacks are reserved: 8 MB a thread unless `ulimit -s` says otherwise. So is an arena, the region from which a
+# thread of a program with glibc takes small pieces of memory.
+
+# %% tags=["export"]
+def startable_threads(wanted: int) -> int:
+    "How many of `wanted` threads could be started, all at the same time. They have ended when this returns."
+    go, threads = threading.Event(), []
+    try:
+        for _ in range(wanted):
+            threads.append(threading.Thread(target=go.wait, name="k3-probe", daemon=True))
+            threads[-1].start()
+    except (RuntimeError, MemoryError):
+        threads.pop()
+    finally:
+        go.set()
+        for thread in threads:
+            with suppress(RuntimeError):  # an interrupt came before it was started
+                thread.join()
+    return len(threads)
+
+
+STACK_BYTES = 8 << 20  # of a thread, where `ulimit -s` sets no other size
+ARENA_BYTES = 64 << 20  # addresses, not memory, that glibc reserves for the small pieces of a thread
+
+# {limit: (the field of /proc/self/status that it bounds, what it counts of a thread beside the stack, its `ulimit`)}
+ADDRESS_LIMITS = {"AS": ("VmSize", ARENA_BYTES, "-v"), "DATA": ("VmData", 0, "-d")}
+
+
+def address_shortage(nbytes: int, threads: int) -> str | None:
+    """None if this process may still reserve `nbytes`, and what `threads` threads reserve; else a line of refusal.
+
+    A soft limit is raised as far as the hard one allows.
+    """
+    stack = raised_limit("STACK", 0) or STACK_BYTES
+    for limit, (field, a_thread, option) in ADDRESS_LIMITS.items():
+        used = status_bytes(field) or resident_bytes() or 0
+        needed = used + nbytes + threads * (stack + a_thread)
+        allowed = raised_limit(limit, needed)
+        if allowed is not None and allowed < needed:
+            return (f"this process would reserve {needed / 1e6:.0f} MB, {threads} threads included, but is limited to "
+                    f"{allowed / 1e6:.0f} MB: run it where `ulimit {option}` is at least {-(-needed // 1024)}")
+    return None
 
 
 # %% [markdown]
@@ -401,7 +569,7 @@ def make_nonblocking(fd: int) -> None:
 scratch.cleanup()
 
 # %% [markdown]
-# ## 5.1.7 Processors that are refused
+# ## 5.1.8 Processors that are refused
 #
 # One dependence is on the processor, not on the operating system. The weights are little-endian, and the kernels use
 # their bytes in the order of the file. On a big-endian processor every number would be wrong and nothing would fail. So
@@ -418,7 +586,7 @@ for change in "sys.byteorder = 'big'", "sys.maxsize = 2**31 - 1":
     assert run.returncode == 1
 
 # %% [markdown]
-# ## 5.1.8 Summary
+# ## 5.1.9 Summary
 #
 # - Each call that some system lacks has one function, with its fallback beside it. The choice is made at the call.
 # - A missing call costs speed or pages of the page cache, never a right answer. Processors on which the answer would be

@@ -21,8 +21,9 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 
 # %% [markdown]
 # A wrong byte in a weight damages one number. A wrong number in the config damages all of them, and no program crashes:
-# an epsilon ten times too small, one layer of the wrong kind, another activation. So no field has a default here. A
-# value is read from the file, or the file is refused.
+# an epsilon ten times too small, one layer of the wrong kind, another activation. So no field that is computed with has
+# a default here. Its value is read from the file, or the file is refused. A field that nothing is computed from may
+# hold what it likes. If it holds something odd, that is written down, and `k3 census` (5.6) tells it.
 #
 # | symbol | meaning | in K3 | name in code |
 # |---|---|---|---|
@@ -45,10 +46,9 @@ import json
 import os
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from k3lib.fileio import UsageError, json_object, small_file
+from k3lib.fileio import MissingFile, UsageError, given_path, json_object, small_file
 
 
 # %% tags=["export"]
@@ -94,16 +94,21 @@ for text in twice, deep:
 # ## 5.3.2 Faults are collected, then reported together
 #
 # Repairing a config should not take one run of the engine for each missing field. A `Reading` follows dotted paths
-# through the tree and fills two lists: the fields that are missing, and the values that are wrong.
+# through the tree and fills three lists: the fields that are missing, the values that are wrong, and those that are odd
+# but not used.
 
 # %% tags=["export"]
 @dataclass
 class Reading:
-    "A config tree and the faults found in it: `missing` fields and `wrong` values, so that one message names them all."
+    """A config tree and the faults found in it: `missing` fields, `wrong` values, so that one message names them all.
+
+    `unusual`: values that are not as usual and that nothing is computed from.
+    """
 
     tree: dict
     missing: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    unusual: list[str] = field(default_factory=list)
 
     def get(self, path: str) -> Any:
         "The value at a dotted path, or None if it or an object above it is absent."
@@ -127,6 +132,10 @@ class Reading:
     def expect(self, path: str, found: object, expected: str) -> None:
         "Record a fault at `path`: the value found, and what was expected."
         self.wrong.append(f"{path} is {shown(found)}, expected {expected}")
+
+    def odd(self, path: str, found: object, usual: str) -> None:
+        "Record a value at `path` that is not as usual and that nothing is computed from."
+        self.unusual.append(f"{path} is {shown(found)}, not {usual}")
 
 
 # %% [markdown]
@@ -183,7 +192,7 @@ print("wrong:  ", *toy.wrong, sep="\n  ")
 # %% [markdown]
 # ## 5.3.3 The fields that are read
 #
-# Four tables hold every field. Integers and reals have a range in which they are accepted. The upper ends are ten or
+# Four tables hold most fields. Integers and reals have a range in which they are accepted. The upper ends are ten or
 # more times K3's own numbers; a larger size is refused before anything is allocated for it.
 
 # %% tags=["export"]
@@ -221,8 +230,8 @@ REALS = {  # the same for real numbers
 
 # %% [markdown]
 # `FIXED` holds the choices that this book derives: SiTU, sigmoid routing without groups, no rotary embedding. A config
-# with another value describes another model. The fields of `FIXED_IF_GIVEN` may be absent, which means the only
-# supported value. A null counts as absent everywhere.
+# with another value describes another model. `topk_method` may be absent, which means the only supported value. A null
+# counts as absent everywhere.
 
 # %% tags=["export"]
 FIXED = {  # key in text_config: its only value that is implemented
@@ -238,16 +247,13 @@ FIXED = {  # key in text_config: its only value that is implemented
 }
 
 
-FIXED_IF_GIVEN = {  # as FIXED, but the field may be absent
-    "moe_layer_freq": 1,
-    "num_nextn_predict_layers": 0,
-    "topk_method": "noaux_tc",
-}
+FIXED_IF_GIVEN = {"topk_method": "noaux_tc"}  # as FIXED, but the field may be absent
 
 
 # %% [markdown]
 # Then come the rules between fields. In MXFP4, 32 weights of a row share one scale, so the two widths that experts
-# multiply over must be multiples of 32.
+# multiply over must be multiples of 32. In MLA every head has keys and values of its own, which the shape of
+# `kv_b_proj` shows (5.4), so nothing is computed from `num_key_value_heads`.
 
 # %% tags=["export"]
 def check_widths(r: Reading, n: dict[str, Any]) -> None:
@@ -261,53 +267,89 @@ def check_widths(r: Reading, n: dict[str, Any]) -> None:
             r.expect(text + name, n[name], f"at most {of} = {n[of]}")
     heads, shared = n["num_attention_heads"], r.get(text + "num_key_value_heads")
     if None not in (heads, shared) and shared != heads:
-        r.expect(text + "num_key_value_heads", shared, f"num_attention_heads = {heads}")
+        r.odd(text + "num_key_value_heads", shared, f"num_attention_heads = {heads}")
 
+
+def check_moe_layers(r: Reading, layers: int | None, first: int | None) -> None:
+    """Record a fault unless `moe_layer_freq` is absent or says that every layer from `first` on has experts.
+
+    It is 1, or a list of 0 and 1, one for each of `layers` layers or more.
+    """
+    path = "text_config.moe_layer_freq"
+    found = r.get(path)
+    if isinstance(found, list) and layers is not None and first is not None:
+        if len(found) < layers or any(type(n) is not int or n not in (L >= first, 1) for L, n in enumerate(found)):
+            r.expect(path, found, f"1 for each layer from {first} on, the only value implemented")
+    else:
+        r.fixed(path, 1)
+
+
+# The experts must be declared as MXFP4. The declaration may stand in `text_config`, at the top, or in both places.
 
 # %% tags=["export"]
 def check_quantization(r: Reading) -> None:
     "Record a fault unless the experts are declared as MXFP4: 4-bit floats in groups of 32."
-    path, quantization = r.either("quantization_config", needed=True)
-    if quantization is None:
-        return
-    r.need(f"{path}.format")
-    r.fixed(f"{path}.format", "mxfp4-pack-quantized")
-    groups = r.need(f"{path}.config_groups")
-    if groups is not None and not (isinstance(groups, dict) and groups):
-        r.expect(f"{path}.config_groups", groups, "an object with at least one group")
-    want = {"num_bits": 4, "group_size": 32, "type": "float"}
-    for group in groups.values() if isinstance(groups, dict) else ():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        found = {key: weights.get(key) for key in want} if isinstance(weights, dict) else weights
-        if found != want:
-            r.expect(f"{path}.config_groups.*.weights", found, shown(want))
+    paths = [path for path in ("quantization_config", "text_config.quantization_config") if r.get(path) is not None]
+    if not paths:
+        r.need("text_config.quantization_config")
+    for path in paths:
+        r.need(f"{path}.format")
+        r.fixed(f"{path}.format", "mxfp4-pack-quantized")
+        groups = r.need(f"{path}.config_groups")
+        if groups is not None and not (isinstance(groups, dict) and groups):
+            r.expect(f"{path}.config_groups", groups, "an object with at least one group")
+        want = {"num_bits": 4, "group_size": 32, "type": "float"}
+        for group in groups.values() if isinstance(groups, dict) else ():
+            weights = group.get("weights") if isinstance(group, dict) else None
+            found = {key: weights.get(key) for key in want} if isinstance(weights, dict) else weights
+            if found != want:
+                r.expect(f"{path}.config_groups.*.weights", found, shown(want))
 
 
 # %% [markdown]
 # The released file has the bos, eos and pad ids, like `tie_word_embeddings`, outside `text_config`; other files have
-# them inside. Both places are read, and a file in which they disagree is refused.
+# them inside. Both places are read. The eos ids end an answer, so a file in which they disagree is refused. Nothing is
+# computed from the other two: `-1` for "none" is as good as a token.
 
 # %% tags=["export"]
 def read_token_ids(r: Reading, vocab: int | None) -> dict[str, Any]:
     "bos, eos (a tuple: the field may be a list) and pad id, each optional, each below `vocab`."
-    (bos_path, bos), (eos_path, eos), (pad_path, pad) = (r.either(f"{x}_token_id") for x in ("bos", "eos", "pad"))
+    def is_id(i):
+        return vocab is None or type(i) is int and 0 <= i < vocab
+
+    expected = f"a token id in 0..{(vocab or 1) - 1:,}"
+    eos_path, eos = r.either("eos_token_id")
     eos = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-    given = [(path, i) for path, i in ((bos_path, bos), (pad_path, pad)) if i is not None]
-    for path, i in given + [(eos_path, i) for i in eos]:
-        if vocab is not None and not (type(i) is int and 0 <= i < vocab):
-            r.expect(path, i, f"a token id in 0..{vocab - 1:,}")
-    return {"bos_token_id": bos, "eos_token_ids": eos, "pad_token_id": pad}
+    for i in eos:
+        if not is_id(i):
+            r.expect(eos_path, i, expected)
+    found: dict[str, Any] = {"eos_token_ids": eos}
+    for name in "bos_token_id", "pad_token_id":
+        given = [path for path in (f"text_config.{name}", name) if r.get(path) is not None]
+        good = [path for path in given if is_id(r.get(path))]
+        for path in given:
+            if path not in good:
+                r.odd(path, r.get(path), expected)
+            elif r.get(path) != r.get(good[0]):
+                r.odd(path, r.get(path), f"{r.get(good[0])} as in {good[0]}")
+        found[name] = r.get(good[0]) if good else None
+    return found
 
 
 # %% [markdown]
 # ## 5.3.4 Layer lists count from one
 #
 # `linear_attn_config` has two lists, `kda_layers` and `full_attn_layers`. They count from 1; tensor names and this book
-# count from 0. Each of $1..93$ must be in exactly one of the two lists, once.
+# count from 0. Each of $1..93$ must be in exactly one of the two lists, once. A model may have
+# `num_nextn_predict_layers` more layers, which predict further tokens. Greedy decoding does not use them, so it does
+# not matter whether the lists name them.
 
 # %% tags=["export"]
-def read_layer_lists(r: Reading, layers: int | None) -> tuple[frozenset[int], frozenset[int]]:
-    "The KDA and MLA layers as sets that count from 0. The lists count from 1; each of 1..layers must be in one, once."
+def read_layer_lists(r: Reading, layers: int | None, more: int = 0) -> tuple[frozenset[int], frozenset[int]]:
+    """The KDA and MLA layers as sets that count from 0.
+
+    The lists count from 1. Each of 1..layers must be in one list, once; the `more` layers after them may be.
+    """
     lists = {}
     for name in ("kda_layers", "full_attn_layers"):
         path = f"text_config.linear_attn_config.{name}"
@@ -318,6 +360,7 @@ def read_layer_lists(r: Reading, layers: int | None) -> tuple[frozenset[int], fr
             r.expect(path, value, "a list of integers")
     if len(lists) < 2 or layers is None:
         return frozenset(), frozenset()
+    lists = {name: [i for i in found if not layers < i <= layers + more] for name, found in lists.items()}
     both = lists["kda_layers"] + lists["full_attn_layers"]
     times = Counter(both)
     for fault, found in (
@@ -386,6 +429,8 @@ class Config:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    num_nextn_predict_layers: int = 0  # layers after the others, which greedy decoding does not use
+    unusual: tuple[str, ...] = field(default=(), compare=False)  # a line for each odd value that is not used
 
 
 # %% [markdown]
@@ -409,15 +454,18 @@ class Config(Config):
 # ## 5.3.6 Reading the config
 
 # %% tags=["export"]
+MORE_LAYERS = "num_nextn_predict_layers"
+
+
 def read_config(model_dir: str | os.PathLike[str]) -> Config:
     """The Config in model_dir/config.json.
 
     Raises FileNotFoundError if the folder or the file does not exist, ConfigError with every missing field and every
-    refused value in one line.
+    refused value in one line, UsageError if `model_dir` is no path.
     """
-    folder = Path(model_dir)
+    folder = given_path("model_dir", model_dir)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such model folder")
+        raise MissingFile(f"{folder}: no such model folder")
     path = folder / "config.json"
     r = Reading(load_json(path))
     r.fixed("model_type", "kimi_k3")
@@ -431,22 +479,25 @@ def read_config(model_dir: str | os.PathLike[str]) -> Config:
     r.fixed(r.either("tie_word_embeddings", needed=True)[0], False)
     check_quantization(r)
     check_widths(r, n)
-    n["kda_layers"], n["mla_layers"] = read_layer_lists(r, n["num_hidden_layers"])
+    check_moe_layers(r, n["num_hidden_layers"], n["first_k_dense_replace"])
+    if r.get(f"text_config.{MORE_LAYERS}") is not None:
+        n[MORE_LAYERS] = r.whole(f"text_config.{MORE_LAYERS}", 0, 2**12)
+    n["kda_layers"], n["mla_layers"] = read_layer_lists(r, n["num_hidden_layers"], n.get(MORE_LAYERS) or 0)
     n |= read_token_ids(r, n["vocab_size"])
     missing = [f"missing {', '.join(dict.fromkeys(r.missing))}"] if r.missing else []
     if missing or r.wrong:
         raise ConfigError(f"{path}: {'; '.join(missing + list(dict.fromkeys(r.wrong)))}")
-    return Config(**n)
+    return Config(**n, unusual=tuple(dict.fromkeys(r.unusual)))
 
 
 # %% [markdown]
-# The config of a folder that `k3 synth` filled (5.24) says so. Every command that prints figures repeats it, so that
+# The config of a folder that `k3 synth` filled (5.28) says so. Every command that prints figures repeats it, so that
 # nobody takes them for figures of the released model.
 
 # %% tags=["export"]
 def is_synthetic(model_dir: str | os.PathLike[str]) -> bool:
     "True if the folder's config.json says that `k3 synth` made its weights."
-    return "synthetic" in load_json(Path(model_dir) / "config.json")
+    return "synthetic" in load_json(given_path("model_dir", model_dir) / "config.json")
 
 
 # %% [markdown]
@@ -530,7 +581,8 @@ shutil.rmtree(scratch)
 # %% [markdown]
 # ## 5.3.9 Summary
 #
-# - No field has a default: it is read, or reported as missing with all others, or refused with what was expected.
+# - No field that is computed with has a default: it is read, or reported as missing with all others, or refused with
+#   what was expected. A field that is not computed with is never a reason to refuse.
 # - The layer lists count from one, and each layer is in one of them. A rule of thumb gets the last layer wrong.
 # - A accepted config is 30 numbers. The next chapter derives from them what the files must hold.
 #

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from k3lib.header import ITEMSIZE, NUMBER_BITS, NUMBER_MASK, TensorIndex
-from k3lib.tensors import PARTS, census_part
+from k3lib.fileio import Unusual
+from k3lib.header import BITS, NUMBER_BITS, NUMBER_MASK, TensorIndex
+from k3lib.tensors import LAYER_PREFIX, PARTS, census_part
 
 # %%
 import time
@@ -31,7 +32,7 @@ import matplotlib.pyplot as plt
 
 from k3lib.config import read_config
 from k3lib.fileio import open_shard
-from k3lib.header import header_bytes, read_header
+from k3lib.header import ITEMSIZE, header_bytes, read_header
 from k3lib.tensors import layer_of, layer_tensors, part_of, place_of, text_tensors
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
@@ -94,7 +95,8 @@ print(f"{len(k3.patterns)} patterns of names, {len(k3.kinds)} kinds of dtype and
 #
 # Every tensor belongs to one part of the model, which follows from its name. The trunk is the part of the layers that
 # every token uses: everything but the routed experts, so the shared experts belong to it. A packed byte counts as two
-# parameters, a scale as none.
+# parameters, a scale as none. Layers after the last, which predict further tokens (5.3.4), are no part of what is
+# decoded: their tensors count as others.
 
 # %% tags=["export"]
 def _params_per_element(pattern: str) -> int:
@@ -109,10 +111,15 @@ class _Columns(NamedTuple):
     params: np.ndarray
 
 
-def _columns(index: TensorIndex) -> _Columns:
+def _columns(index: TensorIndex, layers: int | None = None) -> _Columns:
+    "The columns of a model of so many layers, None if their number is not known."
     number = index.key >> 2 * NUMBER_BITS
     part = np.array([PARTS.index(census_part(pattern)) for pattern in index.patterns], np.int8)[number]
-    params = np.array([size // ITEMSIZE[dtype] for dtype, _, size in index.kinds], np.int64)[index.kind]
+    if layers is not None:
+        in_layer = np.array([pattern.startswith(LAYER_PREFIX) for pattern in index.patterns], bool)[number]
+        part[in_layer & (_layer_label(index) > layers)] = PARTS.index("other")
+    counts = [8 * size // BITS[dtype] if dtype in BITS else 0 for dtype, _, size in index.kinds]
+    params = np.array(counts, np.int64)[index.kind]
     params *= np.array([_params_per_element(pattern) for pattern in index.patterns], np.int64)[number]
     return _Columns(part, index.nbytes(), params)
 
@@ -175,7 +182,8 @@ class Census:
     `expert_bytes` is the size of the largest expert. `largest_layer` is the layer with the most bytes of trunk, -1 if
     no layer has any. `parameters` are those of the text stack, `always_active` are those without the routed experts.
     `active_per_token` counts `experts_per_token` experts in each layer that has any, and no embedding; it is None if
-    experts_per_token is not known.
+    experts_per_token is not known. `unusual` {what: {"count": how many, "first": the first one}}: what is odd about the
+    checkpoint and changes no number.
     """
     shards: int
     tensors: int
@@ -201,6 +209,7 @@ class Census:
     parameters: int
     always_active: int
     active_per_token: int | None
+    unusual: dict[str, dict[str, Any]]
 
     def as_dict(self) -> dict[str, Any]:
         "The fields by name, for JSON."
@@ -209,7 +218,7 @@ class Census:
 
 # %% [markdown]
 # As text, the census has a line for each part. A line for tensors that belong to no part is shown only if there are
-# any.
+# any, and lines for what is unusual only if something is.
 
 # %% tags=["export"]
 def _short(n: int) -> str:
@@ -243,16 +252,23 @@ class Census(Census):
         }
         if not c.other_tensors:
             del rows["other tensors, not used"]
-        return "\n".join(f"{what:29s} {value}" for what, value in rows.items())
+        lines = [f"{what:29s} {value}" for what, value in rows.items()]
+        lines += [f"{'unusual, but harmless':29s} {what}: {odd['count']:,}; {odd['first']}"
+                  for what, odd in c.unusual.items()]
+        return "\n".join(lines)
 
 
 # %% [markdown]
 # The counts are sums over the columns, by part.
 
 # %% tags=["export"]
-def census(index: TensorIndex, experts_per_token: int | None = None) -> Census:
-    "The Census of an index. Its active parameters are None unless `experts_per_token` is given."
-    columns = _columns(index)
+def census(index: TensorIndex, experts_per_token: int | None = None, layers: int | None = None,
+           unusual: Unusual | None = None) -> Census:
+    """The Census of an index. Its active parameters are None unless `experts_per_token` is given.
+
+    `layers`: the number of layers that are decoded; None means all. `unusual`: what is to be told as unusual.
+    """
+    columns = _columns(index, layers)
     tensors, size, params = (dict(zip(PARTS, (int(values[columns.part == i].sum()) for i in range(len(PARTS)))))
                              for values in (np.ones(len(index), np.int64), columns.nbytes, columns.params))
     trunk, experts = _trunk_groups(index, columns), _expert_groups(index, columns)
@@ -275,7 +291,9 @@ def census(index: TensorIndex, experts_per_token: int | None = None) -> Census:
         vision_tower_tensors=tensors["vision_tower"], vision_tower_bytes=size["vision_tower"],
         other_tensors=tensors["other"], other_bytes=size["other"],
         parameters=always + params["experts"], always_active=always,
-        active_per_token=None if experts_per_token is None else active)
+        active_per_token=None if experts_per_token is None else active,
+        unusual={} if unusual is None else {what: {"count": count, "first": first}
+                                            for what, (count, first) in unusual.found.items()})
 
 
 # %% [markdown]

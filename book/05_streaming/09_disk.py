@@ -40,11 +40,12 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from k3lib.fileio import MAX_READ, CheckpointError, Fingerprint, fingerprint
+from k3lib.fileio import MAX_READ, CheckpointError, Fingerprint, fingerprint, given_path, read_fault
 from k3lib.header import ARRAY_DTYPES, ITEMSIZE, Extent
 from k3lib.system import forget_pages, has_direct, keep_uncached, open_read, pread, zero_pages
 
@@ -127,7 +128,11 @@ print(f"memory grows by {with_map - before:.0f} MB for the mapped file, by {with
 #
 # A shard that is written to, replaced or cut off during a run would mix two models in one answer. So a file must have
 # the fingerprint (5.2.4) of the file whose header was read. It is compared when the file is opened, and by `check`
-# after each forward pass.
+# after each forward pass. `check` looks at the path again, so the path is absolute: it leads to the same file after the
+# program has changed its folder.
+#
+# A file that is dropped closes its descriptors. A read refers to its file until it has ended, so none is under way
+# then.
 
 # %% tags=["export"]
 class File:
@@ -135,12 +140,12 @@ class File:
 
     `access`: "direct", or "buffered: " and the reason. `descriptor`: the descriptor, and whether it reads directly.
     `known`: the fingerprint that the file had when its header was read; None means the one at the first open. Raises
-    CheckpointError if the file cannot be opened or has another fingerprint.
+    CheckpointError if the file cannot be opened or has another fingerprint. Dropping a File closes it.
     """
 
     def __init__(self, path: str, known: Fingerprint | None = None):
-        self.path, self._known, self._lock = path, known, threading.Lock()
-        self._opened: list[int] = []  # all descriptors, open until close()
+        self._opened: list[int] = []  # all descriptors, open until close(); first, because __del__ needs it
+        self.path, self._known, self._lock = str(given_path("path", path)), known, threading.Lock()
         self.descriptor: tuple[int, bool]
         self.access: str
         if not has_direct():
@@ -172,7 +177,7 @@ class File(File):
             try:
                 self._use(False, f"buffered: {why}")
             except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot be opened: {error.strerror}") from None
+                raise read_fault(f"{self.path}: cannot be opened: {error.strerror}", error) from None
             keep_uncached(self.descriptor[0])
 
 
@@ -198,6 +203,9 @@ class File(File):
         "Close the descriptors. No read may be under way."
         while self._opened:
             os.close(self._opened.pop())
+
+    def __del__(self) -> None:
+        self.close()
 
 
 # %% [markdown]
@@ -304,7 +312,7 @@ class Files:
 
     `_lock` guards every change of a field. A report may read the three counts without it. `_under_way` {thread: (path,
     offset, when it began)}: the reads that have begun and not ended. A file is closed only when no other thread has
-    a read under way.
+    a read under way. Dropping a Files closes them too, because a read refers to it until it has ended.
     """
 
     def __init__(self, fingerprints: dict[str, Fingerprint] | None = None):
@@ -315,7 +323,7 @@ class Files:
         self._read_ended = threading.Condition(self._lock)
         self._files: dict[str, File] = {}
         self._under_way: dict[int, tuple[str, int, float]] = {}
-        self._closed, self._over = False, threading.Event()
+        self._closed, self._over = False, SimpleQueue[object]()  # of tokens, each of which ends the watcher
         self._watcher: threading.Thread | None = None
 
 
@@ -416,7 +424,7 @@ class Files(Files):
                 self._read_ended.wait()
             for file in self._files.values():
                 file.close()
-        self._over.set()
+        self._over.put(None)
         if self._watcher is not None:
             self._watcher.join()
 
@@ -426,7 +434,9 @@ class Files(Files):
 #
 # A disk that fails, or a network file system whose server is gone, may never answer a read. Such a read looks like a
 # slow one. So the run waits for it, and a warning names it. A thread looks for such reads once in `STALL` seconds. It
-# has only a weak reference to `Files`, so that it does not keep an object alive that a caller forgot to close.
+# has only a weak reference to `Files`, so that it does not keep an object alive that a caller forgot to close. When
+# that object dies, the callback of the reference ends the thread at once. `SimpleQueue.put` is a callback that may run
+# anywhere, even in the garbage collector: it takes no lock that some thread may hold (5.11.3).
 
 # %% tags=["export"]
 STALL = 60.0  # seconds: longer than a usual slow read, and than the first call of a kernel that is still being compiled
@@ -447,14 +457,17 @@ class Files(Files):
 def _watch(files):
     "Start a thread that warns of stalled reads until `files` is closed or garbage-collected. Returns the thread."
     def run(reference, over):
-        while not over.wait(STALL):
-            alive = reference()
-            if alive is None:
-                return
-            alive.warn_stalled()
-            del alive
+        while True:
+            try:
+                return over.get(timeout=STALL)
+            except Empty:
+                alive = reference()
+                if alive is not None:
+                    alive.warn_stalled()
+                del alive
 
-    thread = threading.Thread(target=run, args=(weakref.ref(files), files._over), name="k3-watch", daemon=True)
+    over = files._over
+    thread = threading.Thread(target=run, args=(weakref.ref(files, over.put), over), name="k3-watch", daemon=True)
     thread.start()
     return thread
 

@@ -79,8 +79,10 @@ assert [schedule(6, buffers, 2, 1)[1][-1][1] for buffers in (1, 2, 9)] == [18, 1
 # %% tags=["export"]
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -137,14 +139,20 @@ class Batch:
                 return self.entries.pop(i)
         return None
 
+    def take_failure(self) -> BaseException:
+        "Remove and return the failure: kept here, it would hold the frame that raises it, which holds this batch."
+        failure, self.failure = self.failure, None
+        assert failure is not None
+        return failure
+
 
 # %% [markdown]
 # ## 5.11.3 What is true whenever nobody holds the lock
 #
 # This is the state of a pool. One lock, `_lock`, guards every change of it. Two more fields change under the lock and
-# may be read without it: the sums `busy_seconds` and `wait_seconds`. Three things need no lock. The cursor of a batch
-# is atomic. `_threads` belongs to the thread that makes and closes the pool. And `close` lets go of buffers and entries
-# when all readers have ended.
+# may be read without it: the sums `busy_seconds` and `wait_seconds`. Four things need no lock. The cursor of a batch
+# is atomic, and so is the queue `_wake`. `_threads` belongs to the thread that makes and closes the pool. And `close`
+# lets go of buffers and entries when all readers have ended.
 #
 # | field | meaning |
 # |---|---|
@@ -154,7 +162,8 @@ class Batch:
 # | `_ahead` | entries, in order, that are being or have been read before their batch is opened |
 # | `_batch` | the open batch, or None |
 # | `_reading`, `_working` | jobs under way that read ahead; that work or stream |
-# | `_idle` | readers that wait for a job |
+# | `_idle` | readers that wait for a job and that nobody has woken |
+# | `_wake` | a queue of tokens: a reader without a job waits for one |
 # | `_sound` | no `restart` and no `map_blocks` is under way, and the last one has succeeded |
 # | `_closed` | the readers are to end |
 #
@@ -170,6 +179,9 @@ class Batch:
 # 5. **Soundness.** `_sound` is True in a new pool, and if the last `map_blocks` or `restart` has succeeded. A batch
 #    that fails or is interrupted keeps its entries and the buffers in them, and `map_blocks` raises until a `restart`
 #    has succeeded.
+# 6. **Waking.** A reader that waits is counted in `_idle`, or there is a token for it in `_wake`. Whoever puts a token
+#    takes one reader off `_idle`. There may be more tokens than readers that wait: a reader that finds one for nothing
+#    looks for a job once more.
 #
 # Why is no buffer filled while it is in use? A read fills the block's own memory, which no other block has, or it takes
 # a buffer from `_free`. While an entry is in use, its buffer
@@ -178,11 +190,22 @@ class Batch:
 #
 # After an interrupt the invariants are not repaired, because any of them may be broken: the caller may have been
 # stopped between any two lines. `restart` waits until no job is under way. Then nothing uses a buffer, so all of them
-# are free, and the state can be made from nothing.
+# are free, and the state can be made from nothing. It puts a token for every reader, since the caller may have been
+# stopped after it took a reader off `_idle` and before it put the token.
 #
 # The lock is an `RLock`, although nobody takes it twice. Ctrl-C can interrupt the caller in `Condition.wait()`, while
 # it takes its lock again. With a plain `Lock`, the `with` block would then give back a lock that a reader holds. An
 # `RLock` is taken again inside the interpreter, where no signal is heard.
+#
+# **A pool that is dropped.** A notebook cell that is run again forgets its model without closing it. So nothing may
+# keep a pool alive but its owner. A reader has a weak reference to the pool, a strong one only for the length of a job,
+# and none while it waits. The callback of that weak reference is the `put` of `_wake`: when the pool dies, every
+# reader gets a token, looks for the pool, finds none, and ends. A pool can die anywhere: on one of its own readers,
+# when the job has ended that kept it alive; or inside the garbage collector, between any two lines of any thread. A
+# callback that took a lock could wait for the very thread that runs it. `SimpleQueue.put` takes none and is one step
+# of C, so that no signal interrupts it, which is why readers wait for a queue and not for a condition. Nobody waits for
+# the readers of a dropped pool. `read` and `memory` must not refer to the pool's owner, or the pool would keep its
+# owner, and with it itself, alive.
 
 # %% tags=["export"]
 class Prefetcher:
@@ -193,7 +216,8 @@ class Prefetcher:
     included. Threads and errors carry `name`.
     `busy_seconds`: processor time of the arithmetic, summed over the readers. `wait_seconds`: an estimate of how long
     the arithmetic waited for bytes, the duration of map_blocks less what `busy_seconds` explains with as many cores as
-    may work. Raises ValueError without buffers or readers.
+    may work. Raises ValueError without buffers or readers. Dropping the pool ends the readers, too, if `read` and
+    `memory` do not refer to its owner.
 
     One thread, the caller, uses restart, at_start and map_blocks. `_lock` guards every change of a field; 5.11.3 names
     the exceptions. While nobody holds the lock, no restart is under way and no batch was interrupted or has failed
@@ -206,6 +230,7 @@ class Prefetcher:
        stream; it is 0 when map_blocks has returned. `_batch` is the open batch or None.
     5. `_sound` is True in a new pool, and if the last map_blocks() or restart() has succeeded. After a failure
        map_blocks() raises until restart() has waited for all jobs and made the state from nothing.
+    6. A reader that waits is counted in `_idle`, or a token for it is in `_wake`.
     """
 
     def __init__(self, read: Callable[[Any, Any], Any], buffers: list, readers: int, read_ahead: int, name: str,
@@ -215,7 +240,7 @@ class Prefetcher:
         self.name, self.wait_seconds, self.busy_seconds = name, 0.0, 0.0
         self._read, self._buffers, self._read_ahead, self._memory = read, buffers, read_ahead, memory
         self._lock = threading.RLock()  # with a plain Lock, Ctrl-C in a wait could release a reader's lock
-        self._for_readers, self._for_caller = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._for_caller, self._wake = threading.Condition(self._lock), SimpleQueue[object]()
         self._order: list = []
         self._next, self._cyclic, self._sound, self._closed = 0, False, True, False
         self._free, self._ahead = list(buffers), deque[Entry]()
@@ -231,7 +256,9 @@ class Prefetcher(Prefetcher):
         "Start the threads, all or none."
         try:
             for i in range(readers):
-                thread = threading.Thread(target=self._serve, name=f"k3-{self.name}-{i}", daemon=True)
+                this = weakref.ref(self, self._wake.put)  # one for each: its death puts a token for each
+                thread = threading.Thread(target=_serve, args=(this, self._lock, self._wake),
+                                          name=f"k3-{self.name}-{i}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
         except BaseException:  # no thread left, or Ctrl-C: no caller has this pool yet to close it
@@ -254,7 +281,7 @@ class Prefetcher(Prefetcher):
         pool is closed.
         """
         with self._lock:
-            self._sound = False
+            was_sound, self._sound = self._sound, False
             self._end_batch()
             self._order, self._next = [], 0  # so no reader begins a job
             while self._reading or self._working:
@@ -262,8 +289,9 @@ class Prefetcher(Prefetcher):
             self._check_open()
             self._ahead.clear()
             self._free = list(self._buffers)
-            self._order, self._cyclic, self._sound = order, cyclic, True
-            self._for_readers.notify_all()
+            self._order, self._cyclic = order, cyclic
+            self._rouse(self._idle if was_sound else len(self._threads))
+            self._sound = True
 
     def at_start(self) -> bool:
         "True if a cyclic order is at its first block and the last map_blocks() or restart() has succeeded."
@@ -275,6 +303,12 @@ class Prefetcher(Prefetcher):
         if self._batch is not None:
             self._batch.cursor[0] = EXHAUSTED
             self._batch = None
+
+    def _rouse(self, readers):
+        "Wake so many readers that wait."
+        self._idle = max(0, self._idle - readers)
+        for _ in range(readers):
+            self._wake.put(None)
 
     def _check_open(self):
         if self._closed:
@@ -313,7 +347,7 @@ class Prefetcher(Prefetcher):
             self._sound = False
             try:
                 batch = self._batch = self._open(blocks, work, stream, limit, present)
-                self._for_readers.notify_all()
+                self._rouse(self._idle)
                 while not (self._finished(batch) or batch.failure or self._closed):
                     self._for_caller.wait()
             finally:
@@ -323,7 +357,7 @@ class Prefetcher(Prefetcher):
             seconds = time.perf_counter() - began
             self.wait_seconds += max(0.0, seconds - (self.busy_seconds - busy) / min(limit, CORES))
             if batch.failure is not None:
-                raise batch.failure
+                raise batch.take_failure()
             self._check_open()
             self._sound = True
 
@@ -352,7 +386,7 @@ class Prefetcher(Prefetcher):
         "End the readers once their reads have ended, and let go of the buffers. A waiting caller gets a RuntimeError."
         with self._lock:
             self._closed = True
-            self._for_readers.notify_all()
+            self._rouse(len(self._threads))
             self._for_caller.notify_all()
         for thread in self._threads:
             thread.join()
@@ -366,24 +400,40 @@ class Prefetcher(Prefetcher):
 # A reader settles its last job and chooses its next one in one visit to the lock. It works if it can, else it reads
 # ahead, else it streams. It wakes another reader only when there is something for it to do: waking a thread for nothing
 # costs as much as a small read.
+#
+# Between two jobs the reader gives up its reference to the pool and asks for it anew. So a pool that was dropped
+# meanwhile reads nothing ahead any more. `outcome` is forgotten when it has been recorded: it may be an error. An error
+# holds the frames of the functions that it came through, and those that called them, with all their variables. So the
+# reader's functions empty their variables, too: an error that a notebook shows must not keep a pool alive.
+
+# %% tags=["export"]
+def _serve(pool_reference, lock, wake):
+    """What a reader runs: settle its last job, choose the next one and do it, until the pool is closed or dropped.
+
+    `lock`, `wake`: the pool's own `_lock` and `_wake`. Without a job the reader waits for `wake`, and refers to
+    neither pool nor block.
+    """
+    job = outcome = None
+    while (pool := pool_reference()) is not None:
+        with lock:
+            if job is not None:
+                pool._settle(*job, outcome)
+            job = outcome = None
+            closed = pool._closed
+            if not closed and (job := pool._begin_job()) is None:
+                pool._idle += 1
+        if job is not None:
+            outcome = pool._do(*job)
+        pool = None
+        if closed:
+            return
+        if job is None:
+            wake.get()
+    del job, outcome  # an error holds this frame, too
+
 
 # %% tags=["export"]
 class Prefetcher(Prefetcher):
-    def _serve(self):
-        "What a reader runs: settle its last job, choose the next one and do it, until the pool is closed."
-        job = outcome = None
-        while True:
-            with self._lock:
-                if job is not None:
-                    self._settle(*job, outcome)
-                while not self._closed and (job := self._begin_job()) is None:
-                    self._idle += 1
-                    self._for_readers.wait()
-                    self._idle -= 1
-                if self._closed:
-                    return
-            outcome = self._do(*job)
-
     def _begin_job(self):
         "The next job, (entry, batch), or None: work or stream for `batch`, or read ahead where `batch` is None."
         batch = self._batch
@@ -399,7 +449,7 @@ class Prefetcher(Prefetcher):
         else:
             return None
         if self._idle and (self._free or self._batch is not None and self._batch.entries):
-            self._for_readers.notify()
+            self._rouse(1)
         return entry, batch
 
 
@@ -458,6 +508,8 @@ class Prefetcher(Prefetcher):
             return time.thread_time() - began
         except BaseException as error:  # of any kind: map_blocks raises it in the caller
             return error
+        finally:
+            del self, entry, batch  # an error holds this frame; through it, it would hold the pool
 
     def _settle(self, entry, batch, outcome):
         "Under the lock: record the outcome of a job."

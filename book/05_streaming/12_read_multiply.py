@@ -363,12 +363,12 @@ shutil.rmtree(scratch)
 # | a step of K3's width, five layers, 600 MB | 0.6 s | 1.3 to 1.6 | 1.1 to 1.3 | 1.9 to 2.0 |
 #
 # *Five runs of `python tests/bench_reads.py --rounds 61` and two with `--model DIR --ram 600MB` on the model of
-# 5.25.2, nearly all of it holes; two cores that had other work too, so ranges. Times are multiples of the compiled
+# 5.32.2, nearly all of it holes; two cores that had other work too, so ranges. Times are multiples of the compiled
 # loop's.*
 #
 # So a disk of today does not need the compiled loop: the disk takes the time, and Python spends a third to a half more
 # of a processor that has little else to do. Bytes at memory speed do need it. There the way through the interpreter
-# shows, and a reader that is in it keeps the others out. The synthetic models that test the full shape (5.24) are such
+# shows, and a reader that is in it keeps the others out. The synthetic models that test the full shape (5.28) are such
 # bytes.
 #
 # That is the decision: one loop of some 25 lines stays compiled, and everything else is one loop in Python over the

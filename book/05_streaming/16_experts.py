@@ -38,6 +38,7 @@ seed = 0
 # %% tags=["export"]
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -322,28 +323,20 @@ class RequestedExpert:
         self.expert: Expert | None = None
 
 
-class LayerExperts:
-    """The experts of layer `number`: those that are cached, and the methods that moe_layer calls.
+class KeptExperts:
+    """What layer `number` keeps of its experts.
 
     `cache` says which experts are to be cached. `slots` is the memory for them. `cached` {e: RequestedExpert} holds
     those that have a slot.
     """
 
-    def __init__(self, experts: "Experts", number: int, cache: AgingCache, slots: list[np.ndarray]):
-        self.experts, self.number, self.cache, self.slots = experts, number, cache, slots
+    def __init__(self, number: int, cache: AgingCache, slots: list[np.ndarray]):
+        self.number, self.cache, self.slots = number, cache, slots
         self.cached: dict[int, RequestedExpert] = {}
-
-    def request(self, ids: list[int]) -> None:
-        "Say which experts the next map() is for, each named once. Reading begins now if slots hold whole experts."
-        self.experts.request(self, [int(e) for e in ids])
-
-    def map(self, work: Callable[[int, Expert], None], threads: int) -> None:
-        "Call work(expert id, expert) once for each requested expert, on readers, in any order, several at a time."
-        self.experts.map(work, max_concurrent_blocks(threads))
 
 
 # %% tags=["export"]
-class LayerExperts(LayerExperts):
+class KeptExperts(KeptExperts):
     def choose(self, ids: list[int]) -> list[RequestedExpert]:
         """Let the cache choose for a request of `ids`: a RequestedExpert for each, with its expert if that is a hit.
 
@@ -375,7 +368,35 @@ class LayerExperts(LayerExperts):
 # first. Their order depends on the disk and does not change the result: chapter 4.2 keeps each answer by (token, rank)
 # and sums in rank order.
 #
-# `Experts` owns the pool of 5.11. A request becomes the pool's whole order, and `map` its one batch.
+# `Experts` owns the pool of 5.11. A request becomes the pool's whole order, and `map` its one batch. The pool reads
+# with a function that knows where experts lie, and nothing of the `Experts` that owns the pool. So `Experts` that are
+# dropped are freed at once, and their readers end (5.11.3).
+
+# %% tags=["export"]
+class LayerExperts:
+    "The experts of one layer, with the methods that moe_layer calls. `kept`: what the layer keeps."
+
+    def __init__(self, experts: "Experts", kept: KeptExperts):
+        self.experts, self.kept = experts, kept
+
+    def request(self, ids: list[int]) -> None:
+        "Say which experts the next map() is for, each named once. Reading begins now if slots hold whole experts."
+        self.experts.request(self.kept, [int(e) for e in ids])
+
+    def map(self, work: Callable[[int, Expert], None], threads: int) -> None:
+        "Call work(expert id, expert) once for each requested expert, on readers, in any order, several at a time."
+        self.experts.map(work, max_concurrent_blocks(threads))
+
+
+# %% tags=["export"]
+def read_requested(files: Files, extents: Callable[[int, int], list[Extent]], requested: RequestedExpert,
+                   buffer: np.ndarray) -> Expert:
+    "Read an expert whole into `buffer`: its own slot, or one that the pool lends. Raises CheckpointError."
+    expert = read_expert(files, extents(requested.layer, requested.e), buffer)
+    if requested.slot is not None:
+        requested.expert = expert
+    return expert
+
 
 # %% tags=["export"]
 class Experts:
@@ -383,40 +404,43 @@ class Experts:
 
     extents(layer, e): the six extents of an expert, packed weights and scales of w1, of w2, of w3. All experts have one
     shape. A request takes the place of the one before. `requests`, `hits`: how many experts were requested, and how
-    many of them were cached before their request. `trace`: None, or a list that receives (layer, e) of every request.
+    many of them were cached before their request. `on_request(layer, ids)` is called with every request.
 
     Between calls `_cached` and `_missing` are the hits and the other experts of the last request, and `_answered` says
     whether map() was called for it. A reader sets the `expert` of the RequestedExpert that it works on. The calling
     thread reads that field only while the pool has no job.
+
+    Dropping Experts ends their readers, as close() does, without waiting for them.
     """
 
     def __init__(self, layout: ExpertLayout, extents: Callable[[int, int], list[Extent]], files: Files):
         self.layout, self.extents, self.files = layout, extents, files
         self.requests = self.hits = 0
-        self.trace: list[tuple[int, int]] | None = None
+        self.on_request: Callable[[int, list[int]], object] = lambda layer, ids: None
         self._cached: list[tuple[RequestedExpert, Expert]] = []
         self._missing: list[RequestedExpert] = []
         self._answered = True
         caches = LayerCaches(layout.layers, layout.cached)
-        self._layers = {number: LayerExperts(self, number, caches[number], self._slots(caches[number].capacity))
-                        for number in layout.layers}
+        self._kept = {number: KeptExperts(number, caches[number], self._slots(caches[number].capacity))
+                      for number in layout.layers}
         lent = self._slots(layout.slots.count - layout.cached)
         read_ahead = layout.slots.count if layout.whole else 0
-        self._pool = Prefetcher(self._read, lent, layout.readers, read_ahead, "experts",
+        read = partial(read_requested, files, extents)
+        self._pool = Prefetcher(read, lent, layout.readers, read_ahead, "experts",
                                 memory=lambda requested: requested.slot) if layout.slots.count else None
 
     def _slots(self, count):
         nbytes = self.layout.slots.nbytes
         return [page_buffer(nbytes)[:nbytes] for _ in range(count)]
 
-    def layer(self, number: int) -> LayerExperts:
-        "The experts of one layer."
-        return self._layers[number]
-
 
 # %% tags=["export"]
 class Experts(Experts):
-    def request(self, layer: LayerExperts, ids: list[int]) -> None:
+    def layer(self, number: int) -> LayerExperts:
+        "The experts of one layer."
+        return LayerExperts(self, self._kept[number])
+
+    def request(self, layer: KeptExperts, ids: list[int]) -> None:
         """Begin a request of experts `ids` of a layer, and count its hits.
 
         Waits until the reads of the request before have ended. Raises ValueError for an expert that is named twice, and
@@ -434,8 +458,7 @@ class Experts(Experts):
             self._pool.restart(self._missing)  # reading begins
         self.requests += len(ids)
         self.hits += len(self._cached)
-        if self.trace is not None:
-            self.trace += [(layer.number, e) for e in ids]
+        self.on_request(layer.number, ids)
         self._answered = False
 
     @property
@@ -447,7 +470,7 @@ class Experts(Experts):
         "End the readers and give the memory back. A thread that waits for an expert gets a RuntimeError."
         if self._pool:
             self._pool.close()
-        self._layers, self._cached, self._missing = {}, [], []
+        self._kept, self._cached, self._missing = {}, [], []
 
 
 # %% [markdown]
@@ -479,17 +502,11 @@ class Experts(Experts):
         if self._pool is not None:
             self._pool.map_blocks(self._missing, use, stream, limit, self._cached)
 
-    def _read(self, requested, buffer):
-        "Read an expert whole into `buffer`: its own slot, or one that the pool lends."
-        expert = read_expert(self.files, self.extents(requested.layer, requested.e), buffer)
-        if requested.slot is not None:
-            requested.expert = expert
-        return expert
-
     def _stream(self, requested, buffer, use):
         "Read and use an expert that has not been read ahead. Returns the processor seconds of its products."
         if requested.slot is not None:
-            expert, began = self._read(requested, requested.slot), time.thread_time()
+            expert = read_requested(self.files, self.extents, requested, requested.slot)
+            began = time.thread_time()
             use(requested, expert)
             return time.thread_time() - began
         expert = streaming_expert(self.files, self.extents(requested.layer, requested.e), buffer)
@@ -555,9 +572,9 @@ class LeavesOneOut(Experts):
 
 
 class CountsItsReads(Experts):
-    def _read(self, requested, buffer):
-        self.hits += 1
-        return super()._read(requested, buffer)
+    def map(self, work, limit):
+        self.hits += len(self._missing)
+        super().map(work, limit)
 
 
 try:

@@ -8,7 +8,8 @@
 #
 # At the end you can say what any byte of a budget buys, and in which order.
 #
-# Needs chapters 5.4 (the tensors), 5.10 (the layout) and 5.17 (what a process may have). Runs in seconds.
+# Needs chapters 1.2 (kernels are kept), 5.4 (the tensors), 5.10 (the layout) and 5.17 (what a process may have). Runs
+# in seconds.
 #
 # [5.17 What a process has, and what it may still have](17_memory.ipynb) ·
 # [contents](../README.md) ·
@@ -18,8 +19,6 @@
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-
-from k3lib.config import read_config
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 plt.style.use(ROOT / "book" / "k3.mplstyle")
@@ -38,6 +37,7 @@ ORACLE = ROOT / "fixtures" / "oracle13" / "model"
 # |---|---|---|
 # | KDA state and history | $4\,L_{kda}\,P\,(d + 3(c-1))$ | 434 + 31 MB, at any length |
 # | latent KV cache | $4\,L_{mla}\,(r + e)$ a position | 55 KB a position |
+# | records of the run | 64 a position | what each step read and how long it took |
 # | trunk | pinned or streamed | 108.8 GB |
 # | one expert | | 17.5 MB, of which there are 82,432 |
 #
@@ -47,18 +47,26 @@ ORACLE = ROOT / "fixtures" / "oracle13" / "model"
 import dataclasses
 import os
 from typing import Protocol
-from k3lib.parallel import CORES
-from k3lib.system import resident_bytes, status_bytes
+import numpy as np
+from k3lib.kernel_cache import compile_apart, compile_for, compiles_here, write_list
+from k3lib.parallel import CORES, default_arithmetic
+from k3lib.matmul import ResidentMatrix, linear
+from k3lib.system import (
+    address_shortage, open_files_shortage, resident_bytes, resident_file_bytes, startable_threads, trim_freed_memory,
+)
 from k3lib.fileio import UsageError
-from k3lib.config import Config
+from k3lib.config import Config, read_config
 from k3lib.tensors import forward_order, row_multiples
 from k3lib.header import Extent
 from k3lib.checkpoint import Checkpoint
-from k3lib.disk import enough_readers, page_padded, read_rates
+from k3lib.model import Model, Sequence
+from k3lib.disk import Files, enough_readers, page_padded, read_rates
 from k3lib.layout import (
     Buffers, ExpertLayout, Layout, TrunkLayout, expert_slot_bytes, streaming_slot_bytes, trunk_layout,
 )
-from k3lib.memory import available_bytes, shown_size
+from k3lib.trunk import Trunk
+from k3lib.experts import Experts
+from k3lib.memory import available, shown_size
 
 
 # %% tags=["export"]
@@ -72,6 +80,9 @@ def state_bytes(config: Config) -> int:
 def position_bytes(config: Config) -> int:
     "Bytes by which the latent KV cache grows with each position."
     return 4 * len(config.mla_layers) * (config.kv_lora_rank + config.qk_rope_head_dim)
+
+
+RECORD_BYTES = 64  # of what is kept of a step: its token, its seconds, its bytes read by part
 
 
 def activation_bytes(config: Config, tokens: int) -> int:
@@ -103,22 +114,46 @@ print("latent KV cache", shown_size(position), "a position,", shown_size(4096 * 
 # them are still to come. In one that has already decoded something, most of them are resident, and few more will be.
 # The number also depends on the page cache: right after an installation the system maps libraries in larger groups of
 # pages. The first line of `k3 plan` was then some 75 MB higher on one machine.
+#
+# Where the system does not tell what a process holds, a constant stands in for it, and the plan's text says so.
 
 # %% tags=["export"]
 JIT_RSS = 28_000_000  # private memory of compiled kernels and their threads after the first forward pass
 LIBRARY_RSS = 97_000_000  # resident pages of shared libraries after the first forward pass
 LIBRARY_RSS_GROWTH = 12_000_000  # bytes of them still to come, even if most are resident before the first pass
 PROCESS_RSS = 150_000_000  # assumed for an interpreter with its libraries, where the system does not tell
+LIBRARY_RSS_BEFORE = 60_000_000  # assumed for its libraries' resident pages, where the system does not tell
+COMPILE_RSS = 115_000_000  # what a process that compiles all kernels has more than one that loads them
 
 
-def fixed_costs(config: Config, trunk: TrunkLayout, context: int, held: int) -> dict[str, int]:
-    "{part: bytes} at any budget: the `held` bytes that this process already holds, and what decoding adds."
-    libraries = max(LIBRARY_RSS_GROWTH, LIBRARY_RSS - (status_bytes("RssFile") or LIBRARY_RSS))
+# %% tags=["export"]
+class Held:
+    """What this process holds when a plan is made: `nbytes`, and `libraries` bytes of shared libraries to come.
+
+    `notes`: which of the two was assumed, because the system does not tell.
+    """
+
+    def __init__(self) -> None:
+        trim_freed_memory()  # reading headers leaves one to three megabytes of it, never the same in two processes
+        nbytes, libraries = resident_bytes(), resident_file_bytes()
+        self.nbytes = PROCESS_RSS if nbytes is None else nbytes
+        before = LIBRARY_RSS_BEFORE if libraries is None else libraries
+        self.libraries = max(LIBRARY_RSS_GROWTH, LIBRARY_RSS - before)
+        assumed = [("memory of this process", nbytes, PROCESS_RSS), ("of libraries", libraries, LIBRARY_RSS_BEFORE)]
+        self.notes = tuple(f"{what}: {shown_size(n)} assumed, the system does not tell"
+                           for what, told, n in assumed if told is None)
+
+
+def fixed_costs(config: Config, trunk: TrunkLayout, context: int, held: Held, compiles: bool) -> dict[str, int]:
+    "{part: bytes} at any budget: what this process already holds, and what decoding adds. `compiles`: kernels, too."
+    compiling = {"compiling kernels, which no folder keeps": COMPILE_RSS} if compiles else {}
     return {
-        "interpreter, libraries, checkpoint index": held,
-        "compiled kernels and threads": JIT_RSS + libraries,
+        "interpreter, libraries, checkpoint index": held.nbytes,
+        "compiled kernels and threads": JIT_RSS + held.libraries,
+        **compiling,
         "KDA state": state_bytes(config),
         f"latent KV cache, {context} positions": context * position_bytes(config),
+        f"records of the run, {context} positions": context * RECORD_BYTES,
         "vectors and convolutions": sum(vector_bytes(tensor.extent) for tensor in trunk.resident.values()),
     }
 
@@ -129,7 +164,80 @@ def vector_bytes(extent: Extent) -> int:
 
 
 # %% [markdown]
-# ## 5.18.2 The plan
+# ## 5.18.2 What compiling takes
+#
+# A process that has compiled the kernels holds some 115 MB more than one that has loaded them. So they are compiled by
+# another process first, and kept (1.2.7). The program of that process writes a small synthetic checkpoint (5.28) and
+# reads it with everything in memory. That calls every kernel that a run calls, but for two kinds. Small products never
+# wake a helper, so one larger product is added. And which rows are multiplied by the kernels of streaming depends on
+# which thread comes first and on the file system. So those kernels are compiled for the types of their arguments, bf16
+# and MXFP4, and not called.
+#
+# The other process needs memory of its own while it runs. Where that is not free, or where no folder can be written,
+# the plan has a part for compiling.
+
+# %% tags=["export"]
+COMPILER_RSS = 320_000_000  # what the process that compiles may need at its peak
+PROGRAM = """
+from k3lib.synth import synth
+from k3lib.plan import compile_kernels
+synth(sys.argv[1] + "/model", "oracle")
+compile_kernels(sys.argv[1] + "/model")
+"""
+
+
+def _room_for_compiler(free):
+    return free is None or free >= COMPILER_RSS
+
+
+def compile_first() -> bool:
+    """Let another process compile the kernels that no folder keeps, if there is memory for one and it can be started.
+
+    Returns whether one was started: a plan is then to be made anew.
+    """
+    return _room_for_compiler(available()[0]) and compile_apart(PROGRAM)
+
+
+def _advice(parts):
+    "What can be done about a part for compiling."
+    if COMPILE_RSS not in parts.values():
+        return ""
+    return (f"; {shown_size(COMPILE_RSS)} less once the kernels are compiled and kept, as a run does it for which "
+            f"{shown_size(COMPILER_RSS)} more are free and NUMBA_CACHE_DIR can be written")
+
+
+# %% tags=["export"]
+@default_arithmetic()
+def compile_kernels(folder: str) -> None:
+    """Compile every kernel with every signature, and list their entries (1.2.7).
+
+    `folder`: a synthetic checkpoint. Raises what reading it raises, and RuntimeError if a kernel cannot be kept.
+    """
+    config, checkpoint, files = read_config(folder), Checkpoint(folder), Files()
+    extents = {name: checkpoint.extent(name) for name in forward_order(config)}
+    streamed = trunk_layout(extents, row_multiples(config), 1)
+    layout, nbytes = streaming_experts(config, checkpoint, 1)
+    trunk = Trunk(streamed.pin(frozenset(streamed.streamed)), files)
+    experts = Experts(dataclasses.replace(layout, slots=Buffers(2, nbytes), whole=True),
+                      lambda L, e: list(checkpoint.expert(L, e).values()), files)
+    model = Model(config, lambda i: np.zeros(config.hidden_size, np.float32), trunk.weight, experts, 1)
+    model.forward([*range(7)], Sequence(config, 7), 1, lambda *_: None)
+    linear(ResidentMatrix(np.zeros((2048, 2048), np.uint16)), np.zeros((1, 2048), np.float32), 2)
+    _compile_streaming()
+    write_list()
+
+
+def _compile_streaming():
+    "Compile the kernels of streamed matrices for rows of bf16 and of MXFP4."
+    rows, packed = np.zeros((1, 32), np.uint16), np.zeros((1, 16), np.uint8)
+    x, cursor, totals = np.zeros((1, 32), np.float32), np.zeros(1, np.int64), np.zeros(5)
+    for w, matrix, scale in (rows, rows, None), (packed, (packed, packed), packed):
+        compile_for("matmul.matmul_rows", matrix, x, x, 0)
+        compile_for("read_multiply._stream", (0,) * 7, w.ravel(), scale, x, x, cursor, totals)
+
+
+# %% [markdown]
+# ## 5.18.3 The plan
 #
 # A plan holds the parts in bytes, and the layout (5.10) from which trunk and experts are built. They compute no size of
 # their own, so the bytes that are promised here and the bytes that are allocated there are the same numbers.
@@ -141,6 +249,7 @@ class Plan:
 
     `parts`: {part: bytes}. `layout`: where trunk and experts lie in memory. `pinned_bytes` of the `trunk_bytes` of
     matrices stay in memory. `context`: positions for which there is room. `chunk`: the most tokens of a forward pass.
+    `notes`: what stands in for numbers that the system does not tell.
     """
     ram: int
     parts: dict[str, int]
@@ -149,6 +258,7 @@ class Plan:
     trunk_bytes: int
     context: int
     chunk: int
+    notes: tuple[str, ...] = ()
 
     @property
     def total(self) -> int:
@@ -172,7 +282,7 @@ class Plan(Plan):
         return {"total": self.total, "parts": dict(self.parts), "ram": self.ram, "slots": rows.count,
                 "slot_bytes": rows.nbytes, "expert_slots": slots.count, "expert_slot_bytes": slots.nbytes,
                 "readers": readers, "context": self.context, "chunk": self.chunk, "pinned_bytes": self.pinned_bytes,
-                "trunk_bytes": self.trunk_bytes}
+                "trunk_bytes": self.trunk_bytes, "notes": list(self.notes)}
 
     def text(self) -> str:
         "The plan as a table."
@@ -181,13 +291,15 @@ class Plan(Plan):
         return "\n".join([
             f"plan for {shown_size(self.ram)} of memory, {self.context} positions, prompts in chunks of {self.chunk}",
             *rows, f"  {'together':<44}{shown_size(self.total):>12}",
-            f"  {share:.1f}% of the streamed weights pinned, {self.layout.experts.slots.count} expert slots"])
+            f"  {share:.1f}% of the streamed weights pinned, {self.layout.experts.slots.count} expert slots",
+            *(f"  {note}" for note in self.notes)])
 
 
 class PlanError(UsageError):
     """A budget that cannot hold the model. The text says how much is missing and which budget is large enough.
 
-    `least`: the smallest budget in bytes; None where the budget is large enough, but the machine's memory is not.
+    `least`: the smallest budget in bytes; None where the budget is large enough, but the machine's memory is not, or
+    where the system gives this process too few open files, threads or addresses.
     """
 
     def __init__(self, least: int | None, message: str):
@@ -276,9 +388,10 @@ def longest_chunk(config: Config, longest: int, spare: int) -> int:
 
 
 # %% [markdown]
-# `make_plan` spends the budget in that order. It refuses twice: a budget below what this model needs in this process,
-# and a plan for which the machine has too little free memory. Two processes that do the same work differ by some tenths
-# of a megabyte, so the number that a refusal names is rounded up.
+# `make_plan` spends the budget in that order. It refuses three things: a budget below what this model needs in this
+# process, a plan for which the machine has too little free memory, and a run for which the system gives this process
+# too few open files, threads or addresses (5.1.7). Two processes that do the same work differ by some tenths of a
+# megabyte, so the number that a refusal names is rounded up.
 
 # %% tags=["export"]
 READERS = 5  # threads that read by default; never fewer than the threads of arithmetic
@@ -298,20 +411,21 @@ def make_plan(config: Config, checkpoint: Checkpoint, ram: int, context: int, *,
 
     `trunk`: where the trunk is read from, if not from the checkpoint. `prompt_tokens`: the longest prompt, if known.
     `readers`: threads that read, never fewer than `threads` of arithmetic. Allocates nothing large. Raises PlanError if
-    `ram` is too small, or larger than the memory that is free.
+    `ram` is too small, or if the system does not give what the plan takes.
     """
-    held = resident_bytes() or PROCESS_RSS  # measured before the row blocks are listed: the layout counts those lists
+    held = Held()  # measured before the row blocks are listed: the layout counts those lists
+    free, notes = available()
     readers, source = max(READERS if readers is None else readers, threads), trunk or checkpoint
     extents = {name: source.extent(name) for name in forward_order(config)}
     unpinned = trunk_layout(extents, row_multiples(config), readers)
     experts, whole_bytes = streaming_experts(config, checkpoint, readers)
-    parts = fixed_costs(config, unpinned, context, held)
+    parts = fixed_costs(config, unpinned, context, held, compiles_here(_room_for_compiler(free)))
     one = activation_bytes(config, 1)
     least = sum(parts.values()) + one + unpinned.buffer_bytes + experts.slots.total
     if ram < least:
         raise PlanError(least, f"a budget of {shown_size(ram)} is {shown_size(least - ram)} short: with "
-                               f"{shown_size(held)} that this process already holds, this model with {context} "
-                               f"positions needs at least {_enough(least)} MB")
+                               f"{shown_size(held.nbytes)} that this process already holds, this model with "
+                               f"{context} positions needs at least {_enough(least)} MB{_advice(parts)}")
     chunk = longest_chunk(config, min(MAX_CHUNK, prompt_tokens or MAX_CHUNK), ram - least)
     activations = activation_bytes(config, chunk)
     pinned, pinned_bytes, spare = pin_from_front(unpinned, ram - least + one - activations)
@@ -321,15 +435,15 @@ def make_plan(config: Config, checkpoint: Checkpoint, ram: int, context: int, *,
               "row block buffers": unpinned.buffer_bytes if pinned.streamed else 0,
               "pinned trunk": pinned_bytes, f"expert slots, {experts.slots.count}": experts.slots.total}
     plan = Plan(ram, parts, Layout(pinned, experts), pinned_bytes, sum(streamed_sizes(unpinned).values()), context,
-                chunk)
-    _check_free(plan, held, least)
+                chunk, held.notes + notes)
+    _check_free(plan, held.nbytes, free, least)
+    _check_limits(plan, held, {extent.file for extent in extents.values()} | {*checkpoint.files}, threads)
     return plan
 
 
 # %% tags=["export"]
-def _check_free(plan, held, least):
-    "Raise PlanError if the plan takes more than what this process, which holds `held` bytes, can still take."
-    free = available_bytes()
+def _check_free(plan, held, free, least):
+    "Raise PlanError if the plan takes more than the `free` bytes that this process, which holds `held`, can take."
     if free is None or plan.total - held <= free:
         return
     fits = int(0.99 * (held + free))  # the free bytes change while they are counted
@@ -342,6 +456,25 @@ def _check_free(plan, held, least):
 def _enough(least):
     "Megabytes: `least` bytes rounded up, with room for what differs from one process to the next."
     return -(-(least + 500_000) // 10**6)
+
+
+def run_threads(layout: Layout, threads: int) -> int:
+    "How many threads a run starts beside its own: readers, helpers of `threads` of arithmetic, the watch over reads."
+    trunk, experts = layout.trunk, layout.experts
+    routers, rows = bool(trunk.routers), len(trunk.streamed) > len(trunk.routers)
+    return trunk.readers * rows + routers + experts.readers * bool(experts.slots.count) + threads - 1 + 1
+
+
+def _check_limits(plan, held, files, threads):
+    "Raise PlanError if the system does not let this process open the `files`, start the threads or reserve the memory."
+    started = run_threads(plan.layout, threads)
+    shortage = (open_files_shortage(len(files))
+                or address_shortage(plan.total - held.nbytes - held.libraries, started))
+    if shortage is None and (found := startable_threads(started)) < started:
+        shortage = (f"a run starts {started} threads, but this process can start {found} more: run it where "
+                    "`ulimit -u` and the container allow more, or with fewer threads and readers")
+    if shortage is not None:
+        raise PlanError(None, shortage)
 
 
 # %% [markdown]
@@ -381,7 +514,7 @@ plt.show()
 
 
 # %% [markdown]
-# ## 5.18.3 How many readers
+# ## 5.18.4 How many readers
 #
 # One reader waits for one read at a time; a disk answers many at once. `k3 plan --measure` reads from the model's own
 # device with 1 to 16 readers and takes the fewest that reach its full rate (5.9), and one more for each thread of
@@ -402,6 +535,7 @@ def measured_readers(checkpoint: Checkpoint, threads: int = CORES) -> tuple[int,
 # - A budget is spent on what saves most: fixed costs, then the trunk from the front, then slots that cache experts.
 # - The plan is made, and shown or refused, before anything large is allocated. Trunk and experts are built from its
 #   layout.
+# - Open files, threads and addresses are asked for before the first weight is read, as memory is.
 # - The prefill chunk is part of the plan: with more tokens a pass, the trunk is read fewer times.
 #
 # ## Exercises

@@ -23,19 +23,22 @@ FOLDER = ROOT / "fixtures" / "oracle13" / "model"
 
 # %% tags=["export"]
 import errno
+import logging
 import os
 import shutil
+import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import groupby
-from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from k3lib.checkpoint import Checkpoint
 from k3lib.disk import Files, page_buffer, page_padded
-from k3lib.fileio import CheckpointError, writing
+from k3lib.fileio import CheckpointError, ResourceError, UsageError, given_path, shown_value, writing
 from k3lib.header import Extent, header_bytes
-from k3lib.system import data_runs, sync_folder
-from k3lib.tensors import layer_of
+from k3lib.system import data_runs, lock_file, open_files_shortage, sync_folder
+from k3lib.tensors import is_matrix, layer_of
 
 # %% [markdown]
 # ## 5.19.1 What it is worth
@@ -138,31 +141,34 @@ def _same(files: Files, a: Extent, b: Extent) -> bool:
 # ## 5.19.4 A name means that the file is right
 #
 # A file is written under another name, flushed to the disk, compared with the checkpoint byte by byte, and only then
-# renamed. From this order follow three promises:
+# gets its own name. From this order follow three promises:
 #
 # - a file that has its final name is equal to the checkpoint;
 # - a run after an interrupted one goes on where that one stopped: it compares a file that has its final name, and does
 #   not write it;
 # - a folder in which a file is missing is refused as a checkpoint, because the names say how many there are.
+#
+# The other name is a new one in every run. So two runs never write to one file. And the final name is given by a hard
+# link, which fails if there is a file of that name by then; a rename would replace it. The run that comes second to a
+# name compares the file of the first, as it does with every file that it finds.
 
 # %% tags=["export"]
-def _pack_file(checkpoint: Checkpoint, file: _TrunkFile, progress: Callable[[int], object]) -> None:
-    "Write a file unless it exists, and compare it with the checkpoint. Raises CheckpointError if it differs."
-    complete, part, files = os.path.exists(file.path), file.path + ".part", Files(checkpoint.fingerprints)
+def _pack_file(checkpoint: Checkpoint, file: _TrunkFile, progress: Callable[[int], object]) -> bool:
+    "Write a file unless it exists, and compare it. Was it written? Raises CheckpointError if it differs."
+    part, files = f"{file.path}.{uuid.uuid4().hex}.part", Files(checkpoint.fingerprints)
     try:
-        if not complete:
+        found = os.path.exists(file.path)
+        if not found:
             _write_file(files, file, part)
-        _compare_file(files, file, file.path if complete else part, checkpoint, progress)
+        _compare_file(files, file, file.path if found else part, checkpoint, progress)
         files.check()
         files.close()  # a file that is open gets no other name on Windows
-        if not complete:
-            os.replace(part, file.path)
-            sync_folder(os.path.dirname(file.path))
-    except BaseException:
-        if not complete and os.path.exists(part):  # half a file is of no use to the next run
-            os.unlink(part)
-        raise
+        if found or _name_file(part, file.path):
+            return not found
+        return _pack_file(checkpoint, file, lambda nbytes: None)
     finally:
+        with suppress(FileNotFoundError):  # half a file is of no use to the next run
+            os.unlink(part)
         files.close()
 
 
@@ -178,6 +184,21 @@ def _write_file(files: Files, file: _TrunkFile, path: str) -> None:
 
 
 # %% tags=["export"]
+def _name_file(part: str, path: str) -> bool:
+    "Give the complete file `part` the name `path`. False, and no change, if there is a file `path` already."
+    try:
+        os.link(part, path)
+        os.unlink(part)
+    except FileExistsError:
+        return False
+    except FileNotFoundError:
+        raise OSError(errno.ENOENT, f"{part}: another program has removed it before it got its name") from None
+    except OSError:  # this file system has no hard links
+        os.replace(part, path)
+    sync_folder(os.path.dirname(path))
+    return True
+
+
 def _compare_file(files: Files, file: _TrunkFile, path: str, checkpoint: Checkpoint,
                   progress: Callable[[int], object]) -> None:
     "Compare the file at `path` with the checkpoint. Raises CheckpointError with the first tensor that differs."
@@ -191,71 +212,193 @@ def _compare_file(files: Files, file: _TrunkFile, path: str, checkpoint: Checkpo
         progress(extent.nbytes)
 
 
+# %% [markdown]
+# ## 5.19.5 Two at once
+#
+# Two runs into one folder would be right, and do all work twice. So a run holds a lock (5.1.4) on a file in the folder,
+# and a second one waits until the first has ended. Then it compares what it finds, as any later run does. If the first
+# was killed, its lock has ended with it, and the second goes on.
+#
+# A run that holds the lock also knows that nobody writes the unnamed files that lie in the folder: they are left over
+# from a run that was killed, and are removed. Without a lock, on Windows or on a network file system that has none,
+# they stay.
+
+# %% tags=["export"]
+_LOCK = ".packing"  # the name of the file that is locked
+_log = logging.getLogger("k3lib")  # warnings go to stderr unless a program arranges otherwise
+
+
+@contextmanager
+def _alone(folder: str) -> Iterator[bool]:
+    "A `with` block in which no other run packs into `folder`. False if this file system has no locks."
+    path, file, told = os.path.join(folder, _LOCK), None, False
+    locked: bool | None = False
+    try:
+        with suppress(OSError):  # a folder that cannot be written to: its files can be compared all the same
+            while locked is False:
+                file = open(path, "ab", buffering=0)
+                locked = _locked(file.fileno(), path)
+                if locked is False:
+                    file.close()
+                    if not told:
+                        _log.warning("%s: another process packs into this folder; waiting until it has ended", folder)
+                    told = True
+                    time.sleep(0.1)
+        yield locked is True
+    finally:
+        try:
+            if locked is not False:
+                with suppress(OSError):  # Windows removes no file that is open
+                    os.unlink(path)
+        finally:
+            if file is not None:
+                file.close()
+
+
+def _locked(fd: int, path: str) -> bool | None:
+    "Has this call locked `fd`, the file at `path`? False too if the one who had locked it has removed it since."
+    locked = lock_file(fd)
+    with suppress(FileNotFoundError):
+        return locked and os.path.samestat(os.fstat(fd), os.stat(path))
+    return False
+
+
+# %% tags=["export"]
+def _remove_parts(files: list[_TrunkFile]) -> None:
+    "Remove the files without a name that a run has left which was killed."
+    folder, names = os.path.dirname(files[0].path), {os.path.basename(file.path) for file in files}
+    for name in os.listdir(folder):
+        whole, dot, rest = name.partition(".safetensors.")
+        if rest.endswith("part") and f"{whole}.safetensors" in names:
+            os.unlink(os.path.join(folder, name))
+
+
+def checked_names(names: Iterable[str]) -> list[str]:
+    "The names of tensors as a list. Raises UsageError unless they are one or more, each a str."
+    found = [] if isinstance(names, (str, bytes)) or not isinstance(names, Iterable) else list(names)
+    if not found or not all(isinstance(name, str) for name in found):
+        raise UsageError(f"names is {shown_value(names)}: a list of the names of tensors is needed")
+    return found
+
+
+# %% tags=["export"]
 def pack(checkpoint: Checkpoint, names: Iterable[str], folder: str | os.PathLike,
-         progress: Callable[[int], object] | None = None) -> None:
+         progress: Callable[[int], object] | None = None) -> int:
     """Copy the tensors `names`, in this order, to safetensors files in `folder`: one for each layer, one for the rest.
 
-    Holes stay holes. A file gets its name only when it is on the disk and equal to the checkpoint. So a run that was
-    interrupted can be repeated: files that have their names are compared, not written. progress(nbytes) is called for
-    each tensor done. Raises CheckpointError if the tensors of a layer do not lie side by side, if a file is of another
-    checkpoint, or if the folder holds other safetensors files; OSError if the disk is full.
+    Returns how many files were written. Holes stay holes. A file gets its name only when it is on the disk and equal to
+    the checkpoint. So a run that was interrupted can be repeated: files that have their names are compared, not
+    written. If another run packs into the folder, this one waits for its end. progress(nbytes) is called for each
+    tensor done. Raises CheckpointError if the tensors of a layer do not lie side by side, if a file is of another
+    checkpoint, or if the folder holds other safetensors files; OSError if the disk is full; UsageError for an argument
+    of a wrong type.
     """
+    folder, names = given_path("folder", folder), checked_names(names)
+    if not isinstance(checkpoint, Checkpoint):
+        raise UsageError(f"checkpoint is {shown_value(checkpoint)}: a Checkpoint is needed")
     for layer, why in checkpoint.contiguity().broken_layers.items():
-        raise CheckpointError(f"{checkpoint.path}: layer {layer} is not in one piece: {why}; it can be streamed, "
-                              "but not packed")
+        if any(layer_of(name) == layer for name in names):
+            raise CheckpointError(f"{checkpoint.path}: layer {layer} is not in one piece: {why}; it can be streamed, "
+                                  "but not packed")
     os.makedirs(folder, exist_ok=True)
-    files = _trunk_files(checkpoint, names, os.fspath(folder))
-    found = {name for name in os.listdir(folder) if name.endswith(".safetensors")}
-    if strays := found - {os.path.basename(file.path) for file in files}:
-        raise CheckpointError(f"{folder}: holds {min(strays)}, "
-                              f"which is no part of a packed trunk of {len(files)} files")
-    missing = [extent for file in files if not os.path.exists(file.path) for _, extent, _ in file.tensors]
-    need, free = sum(map(_data_bytes, missing)), shutil.disk_usage(folder).free
-    if need > free:
-        raise OSError(errno.ENOSPC, f"{folder}: {need} bytes are still to be written, but {free} are free")
-    for file in files:
-        _pack_file(checkpoint, file, progress or (lambda nbytes: None))
+    files = _trunk_files(checkpoint, names, str(folder))
+    with _alone(str(folder)) as alone:
+        found = {name for name in os.listdir(folder) if name.endswith(".safetensors")}
+        if strays := found - {os.path.basename(file.path) for file in files}:
+            raise CheckpointError(f"{folder}: holds {min(strays)}, "
+                                  f"which is no part of a packed trunk of {len(files)} files")
+        if alone:
+            _remove_parts(files)
+        missing = [extent for file in files if not os.path.exists(file.path) for _, extent, _ in file.tensors]
+        need, free = sum(map(_data_bytes, missing)), shutil.disk_usage(folder).free
+        if need > free:
+            raise OSError(errno.ENOSPC, f"{folder}: {need} bytes are still to be written, but {free} are free")
+        return sum(_pack_file(checkpoint, file, progress or (lambda nbytes: None)) for file in files)
 
 
 # %% [markdown]
-# ## 5.19.5 Read from both
+# ## 5.19.6 Read from both
 #
 # Reading takes one class that looks a tensor up in the folder first. The folder could be of another checkpoint with the
-# same shapes, so the first row of every tensor is compared.
+# same shapes. So vectors are compared whole, and of every matrix the first and the last row. A fine-tuned model differs
+# from its base model there: mostly in all rows, and in the last ones if it has only learned new tokens.
+#
+# More is not compared when a model is loaded. To find one changed byte in the middle of a matrix, all 108.8 GB would
+# have to be read from both disks, or from one of them and hashed, before the first token. Sizes and times of files say
+# little: a copy to another disk changes the times of good files. So the comparison of every byte is a command of its
+# own, `k3 verify MODEL --trunk DIR`, which calls `verify_packed`.
 
 # %% tags=["export"]
 class Packed:
     """A checkpoint of which the tensors `names` are read from `folder`, which pack() has filled.
 
     `fingerprints`: those of the files of both. Raises FileNotFoundError if there is no such folder, CheckpointError if
-    it is incomplete or packed from another checkpoint: dtypes, shapes and the first row of every tensor are compared.
+    it is incomplete or packed from another checkpoint: dtypes and shapes are compared, vectors, and the first and the
+    last row of every matrix. Raises ResourceError if this process may not have so many files open.
     """
 
     def __init__(self, checkpoint: Checkpoint, names: Iterable[str], folder: str | os.PathLike):
-        self.checkpoint, self.packed = checkpoint, Checkpoint(Path(folder))
+        self.checkpoint, self.packed = checkpoint, Checkpoint(given_path("folder", folder))
         self.fingerprints = checkpoint.fingerprints | self.packed.fingerprints
+        if shortage := open_files_shortage(len(self.fingerprints)):
+            raise ResourceError(f"{folder}: {shortage}")
         files = Files(self.fingerprints)
         try:
             for name in names:
                 copy, source = self.extent(name), checkpoint.extent(name)
                 if (copy.file == source.file or copy[2:] != source[2:]
-                        or self._first_row(files, copy) != self._first_row(files, source)):
+                        or self._sample(files, name, copy) != self._sample(files, name, source)):
                     raise CheckpointError(f"{folder}: {name} is missing or not that of {checkpoint.path}: "
                                           "pack this checkpoint again")
         finally:
             files.close()
 
     @staticmethod
-    def _first_row(files, extent):
-        return files.array(extent, "other", 0, 1).tobytes()
+    def _sample(files, name, extent):
+        "The bytes of a vector, or of the first and the last row of a matrix."
+        if not is_matrix(name, extent):
+            return files.array(extent, "other").tobytes()
+        return b"".join(files.array(extent, "other", row, 1).tobytes() for row in (0, extent.shape[0] - 1))
 
     def extent(self, name: str) -> Extent:
         "Where a tensor lies: in the packed folder if it is there, else in the checkpoint."
         return (self.packed if name in self.packed else self.checkpoint).extent(name)
 
 
+# %% tags=["export"]
+def verify_packed(checkpoint: Checkpoint, names: Iterable[str], folder: str | os.PathLike,
+                  show: Callable[[str], object] = lambda line: None,
+                  progress: Callable[[int], object] = lambda nbytes: None) -> dict[str, str]:
+    """Compare every byte of the tensors `names` in `folder`, which pack() has filled, with the checkpoint.
+
+    Returns {file: a line that names the first tensor in it that differs}, empty if all are equal. `show` is called with
+    each line when it is found, progress(nbytes) for each tensor. Raises FileNotFoundError if there is no such folder,
+    UsageError if it is the checkpoint's own, CheckpointError if a file of either is missing, cannot be read, or changes
+    meanwhile.
+    """
+    wrong: dict[str, str] = {}
+    folder, names = given_path("folder", folder), checked_names(names)
+    with Checkpoint(folder) as packed:
+        if os.path.samefile(folder, checkpoint.path):
+            raise UsageError(f"{folder}: is the checkpoint itself, expected the folder of its packed trunk")
+        files = Files(checkpoint.fingerprints | packed.fingerprints)
+        try:
+            for name in names:
+                source = checkpoint.extent(name)
+                copy = packed.extent(name) if name in packed else None
+                file = str(folder) if copy is None else copy.file
+                if file not in wrong and (copy is None or copy[2:] != source[2:] or not _same(files, source, copy)):
+                    wrong[file] = f"{file}: {name} is missing or differs from that of {checkpoint.path}"
+                    show(wrong[file])
+                progress(source.nbytes)
+            files.check()
+        finally:
+            files.close()
+    return wrong
+
+
 # %% [markdown]
-# ## 5.19.6 Interrupted, and gone on with
+# ## 5.19.7 Interrupted, and gone on with
 #
 # The embedded model's trunk has fourteen files. A first run is interrupted at its sixtieth tensor. What it leaves is
 # refused as a trunk. A second run goes on, and does not write again what the first one finished.
@@ -297,7 +440,7 @@ assert len(times()) == 14 and first.items() <= times().items()
 print("gone on:", len(times()), "files; those of the first run were not written again")
 
 # %% [markdown]
-# ## 5.19.7 The gate
+# ## 5.19.8 The gate
 #
 # Every tensor of the packed trunk has the checkpoint's bytes. And a forward pass over it multiplies the same numbers:
 # each matrix of the model, streamed from the folder, times a fixed vector.
@@ -321,20 +464,39 @@ print(f"{len(names)} tensors, {len(layout.streamed)} streamed, from {len(files.a
 files.close()
 
 # %% [markdown]
-# The folder of another model is refused, though its names and shapes are the same. Here a single weight differs.
+# The folder of another model is refused, though its names and shapes are the same: here the first weight of a matrix
+# differs. A weight in the middle of it is seen only where every byte is compared.
 
 # %%
 victim = folder / "model-00003-of-000014.safetensors"
-offset = Checkpoint(folder).extent(names[0].replace("layers.0", "layers.2")).offset
-data = bytearray(victim.read_bytes())
-data[offset] ^= 1
-victim.write_bytes(data)
-try:
-    Packed(checkpoint, names, folder)
-except CheckpointError as error:
-    print(str(error).replace(scratch.name, "...").replace(str(FOLDER), "MODEL"))
-else:
-    raise AssertionError("another model's trunk was accepted")
+matrix = Checkpoint(folder).extent("language_model.model.layers.2.self_attn.q_proj.weight")
+good = victim.read_bytes()
+for where, at in (("first weight", matrix.offset), ("in the middle", matrix.offset + matrix.nbytes // 2)):
+    victim.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1:])
+    try:
+        Packed(checkpoint, names, folder)
+        said = "accepted"
+    except CheckpointError as error:
+        said = str(error).replace(scratch.name, "...").replace(str(FOLDER), "MODEL")
+    found = verify_packed(checkpoint, names, folder)
+    print(f"{where}: loaded: {said}\n{' ' * len(where)}  compared: {len(found)} file differs")
+    assert [*found] == [str(victim)] and (said == "accepted") == (where != "first weight")
+victim.write_bytes(good)
+assert not verify_packed(checkpoint, names, folder)
+
+# %% [markdown]
+# Two runs at once, in two threads, into a new folder. The second waits and compares; each file was written once.
+
+# %%
+from concurrent.futures import ThreadPoolExecutor
+
+logging.disable(logging.WARNING)  # the second run's line, that it waits
+other = Path(scratch.name) / "other"
+with ThreadPoolExecutor(2) as pool:
+    list(pool.map(lambda _: pack(checkpoint, names, other), range(2)))
+logging.disable(logging.NOTSET)
+assert not verify_packed(checkpoint, names, other)
+print("two at once:", len(list(other.iterdir())), "files, all equal to the checkpoint")
 scratch.cleanup()
 
 # %% [markdown]
@@ -342,14 +504,17 @@ scratch.cleanup()
 #
 # - The trunk is a fourteenth of the checkpoint and four fifths of the bytes of a token, so it is the part to copy to a
 #   fast disk.
-# - Write, flush, compare, rename, in this order: then a name means that the file is right, whenever a run ends.
-# - A packed trunk is a checkpoint of its own. A row of every tensor is compared before it is used.
+# - Write, flush, compare, name, in this order: then a name means that the file is right, whenever a run ends, and
+#   however many run at once.
+# - A packed trunk is a checkpoint of its own. Two rows of every matrix are compared before it is used, and every byte
+#   by `k3 verify MODEL --trunk DIR`.
 #
 # ## Exercises
 #
-# 1. A power failure comes between `os.fsync` and `os.replace`, and another between `os.replace` and `sync_folder`. What
-#    does the next run find in each case?
-# 2. `Packed` compares first rows only. Which damage does that miss, and which command finds it?
+# 1. A power failure comes between `os.fsync` and `os.link`, and another between `os.link` and `sync_folder`. What does
+#    the next run find in each case?
+# 2. Replace `os.link` by `os.replace`, take the lock away, and let two runs pack two checkpoints into one folder. What
+#    can the folder hold in the end?
 # 3. Where does the curve of 5.19.1 go if half of the trunk is pinned?
 #
 # Next: [5.20 A sequence saved and loaded](20_state.ipynb) saves what a model has read, so that no token is read twice.

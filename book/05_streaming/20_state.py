@@ -49,7 +49,9 @@ from collections.abc import Iterable, Iterator
 from io import FileIO
 from pathlib import Path
 import numpy as np
-from k3lib.fileio import CheckpointError, UsageError, open_shard, read_exactly, whole_file
+from k3lib.fileio import (
+    CheckpointError, MissingFile, UsageError, given_path, open_shard, read_exactly, whole_file,
+)
 from k3lib.config import Config
 from k3lib.header import Extent, header_bytes
 from k3lib.model import Sequence
@@ -91,7 +93,7 @@ def about_bytes(model: str, position: int, sha256: str = "") -> bytes:
 # The header says which shapes a state has, and two models of one shape have the same header. So a state names its
 # model: a hash of the config, of every tensor's dtype and shape, of all vectors and of the first row of every matrix.
 # For K3 that reads a few megabytes of 1.56 TB. The hash is the same at every budget and for a packed trunk. It does not
-# depend on the other rows: `k3 verify` (5.23) is what compares every byte of the weights.
+# depend on the other rows: `k3 verify` (5.27) is what compares every byte of the weights.
 
 # %% tags=["export"]
 def model_fingerprint(config: Config, tensors: Iterable[tuple[str, Extent, np.ndarray]]) -> str:
@@ -100,7 +102,8 @@ def model_fingerprint(config: Config, tensors: Iterable[tuple[str, Extent, np.nd
     `tensors`: (name, extent, values) of every tensor of the forward pass, in its order. `values` is all of a vector, or
     the first row of a matrix.
     """
-    fields = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in dataclasses.asdict(config).items()}
+    fields = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in dataclasses.asdict(config).items()
+              if k not in ("num_nextn_predict_layers", "unusual")}  # nothing is computed from these
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
     for name, extent, values in tensors:
         digest.update(f"{name} {extent.dtype} {extent.shape}\n".encode())
@@ -116,11 +119,15 @@ def model_fingerprint(config: Config, tensors: Iterable[tuple[str, Extent, np.nd
 
 # %% tags=["export"]
 def save_sequence(file: str | os.PathLike, sequence: Sequence, model: str) -> None:
-    "Write the sequence to `file`, whole or not at all. `model`: the model's fingerprint. Raises OSError."
+    """Write the sequence to `file`, whole or not at all. `model`: the model's fingerprint.
+
+    Raises OSError, and UsageError if `file` is no path.
+    """
+    path = given_path("file", file)
     arrays = saved_arrays(sequence, sequence.position)
     contents: list[bytes | memoryview] = [state_header(arrays), *(array.reshape(-1).data for _, array in arrays)]
     digest = hashlib.sha256(about_bytes(model, sequence.position))
-    with whole_file(Path(file)) as out:
+    with whole_file(path) as out:
         for data in contents:
             digest.update(data)
             out.write(data)
@@ -141,13 +148,13 @@ def save_sequence(file: str | os.PathLike, sequence: Sequence, model: str) -> No
 def load_sequence(file: str | os.PathLike, sequence: Sequence, model: str) -> None:
     """Replace what `sequence` holds by the state that save_sequence has written to `file`.
 
-    `model`: the model's fingerprint. Raises FileNotFoundError; StateError for a file that is damaged, or of another
-    model or version; UsageError for a state with more positions than the context. After an error the sequence is
-    unchanged, unless the second of two readings failed: then it is incomplete and must be reset.
+    `model`: the model's fingerprint. Raises MissingFile; StateError for a file that is damaged, or of another
+    model or version; UsageError for a `file` that is no path, or more positions than the context. After an error the
+    sequence is unchanged, unless the second of two readings failed: then it is incomplete and must be reset.
     """
-    path = Path(file)
+    path = given_path("file", file)
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}, expected a saved state")
+        raise MissingFile(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}, expected a saved state")
     with open_shard(path) as source:
         try:
             position = check_state(source, path, sequence, model)

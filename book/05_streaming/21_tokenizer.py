@@ -9,7 +9,7 @@
 #
 # [5.20 A sequence saved and loaded](20_state.ipynb) ·
 # [contents](../README.md) ·
-# [5.22 From a folder to a running model](22_engine.ipynb)
+# [5.22 A conversation as ids](22_chat.ipynb)
 
 # %%
 import json
@@ -44,16 +44,16 @@ import binascii
 import codecs
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Set
 from itertools import groupby, pairwise
-from operator import index
 from pathlib import Path
 from typing import Any
 import numpy as np
 import tokenizers
 from k3lib.system import trim_freed_memory
-from k3lib.fileio import UsageError, json_object, small_file
+from k3lib.fileio import MissingFile, UsageError, json_object, given_path, shown_value, small_file
 from k3lib.config import Config
+from k3lib.memory import whole_number
 
 
 class TokenizerError(UsageError):
@@ -83,15 +83,21 @@ def token_of(line: bytes, rank: int, where: str) -> bytes:
 # %% [markdown]
 # No two lines may hold the same token, and every single byte must be a token, or some text would have no ids. The table
 # in memory is two arrays: all tokens' bytes in one string, and where each token ends in it.
+#
+# Git and file transfers can convert a text file on its way, and this file looks like text. Its lines then end with two
+# bytes, CR LF. Such a file is refused with these words, because the repair is another download, not another line.
 
 # %% tags=["export"]
 def read_ranks(path: str | os.PathLike) -> tuple[bytes, np.ndarray]:
     """The tokens in `tiktoken.model` by rank: their bytes in one string `blob`, and `offsets` uint32 [ranks + 1].
 
-    Token i is blob[offsets[i]:offsets[i + 1]]. Raises FileNotFoundError, and TokenizerError for a file that is damaged.
+    Token i is blob[offsets[i]:offsets[i + 1]]. Raises MissingFile, and TokenizerError for a file that is damaged.
     """
     blob, ends, line_of = bytearray(), [0], dict[bytes, int]()
     lines = small_file(Path(path), MAX_RANKS_BYTES, TokenizerError).removesuffix(b"\n").split(b"\n")
+    if lines[0].endswith(b"\r"):
+        raise TokenizerError(f"{path}: lines end with CR LF, expected LF alone: the file was converted as text on its "
+                             "way here; fetch it again byte for byte")
     for number, line in enumerate(lines, 1):
         where = f"{path} line {number}"
         token = token_of(line, number - 1, where)
@@ -275,6 +281,10 @@ assert differ == 0
 # The release's class cuts a text every 400,000 characters. Inside that it cuts every run of white space, and every run
 # of other characters, after 25,000 (`str.isspace` decides). Each part is encoded alone, so the ids of 25,001 spaces
 # differ from those of one uncut run. Equal ids need equal cuts.
+#
+# The cuts are also what makes a text of any length encodable in bounded memory: a part and its ids take some 100 MB at
+# most, however long the text is. So a prompt file is read in blocks, and each part is encoded as soon as it is
+# complete.
 
 # %% tags=["export"]
 CUT_CHARS = 400_000
@@ -303,6 +313,46 @@ for text in (" " * 25_001, "a" * 60_000, "ab " * 150_000):
     print(f"{len(text):,} characters in parts of", [len(part) for part in cut(text)])
     assert "".join(cut(text)) == text
 
+# %% [markdown]
+# The bytes of a file need not be UTF-8. Python's decoder turns such a byte into a lone surrogate, from which the byte
+# can be had back. A run of them is a piece of its own, merged by rank like any other; the release has no rule for it,
+# since its class is given text. Such a run is cut after 25,000 bytes too. `text_parts` gets a text in blocks, of any
+# sizes, and cuts it as if it had come in one: characters are counted from where the text, or the run, begins.
+
+# %% tags=["export"]
+NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # what the error handler 'surrogateescape' makes of bytes
+
+
+def text_parts(blocks: Iterable[str]) -> Iterator[tuple[bool, str]]:
+    """(not UTF-8, part): the parts that are encoded alone of the text that the `blocks` hold in order.
+
+    A part is a run of bytes that are not UTF-8, at most RUN_CHARS of them as lone surrogates, or text without any.
+    """
+    kept, broken = "", False
+
+    def complete(text):
+        return ((broken, part) for part in ([text] if broken else cut(text)) if part)
+
+    for block in blocks:
+        for i, run in enumerate(NOT_UTF8.split(block)):
+            if run and broken != bool(i % 2):
+                yield from complete(kept)
+                kept, broken = "", not broken
+            kept += run
+            most = RUN_CHARS if broken else CUT_CHARS
+            while len(kept) >= most:
+                yield from complete(kept[:most])
+                kept = kept[most:]
+    yield from complete(kept)
+
+
+# %%
+text = "ab " * 150_000 + "\udcff" * 30_000 + "caf\u00e9"
+for size in (len(text), 65_536, 999):
+    found = list(text_parts(text[i : i + size] for i in range(0, len(text), size)))
+    print(f"in blocks of {size:,}:", [(len(part), "not UTF-8" if broken else "text") for broken, part in found])
+    assert found == list(text_parts([text])) and "".join(part for _, part in found) == text
+
 
 # %% [markdown]
 # ## 5.21.6 Control tokens are not text
@@ -312,7 +362,7 @@ for text in (" " * 25_001, "a" * 60_000, "ab " * 150_000):
 
 # %% tags=["export"]
 def read_json(path: Path) -> dict[str, Any]:
-    "The JSON object in the file `path`, read as strictly as a header (5.5). Raises FileNotFoundError, TokenizerError."
+    "The JSON object in the file `path`, read as strictly as a header (5.5). Raises MissingFile, TokenizerError."
     return json_object(small_file(path, MAX_JSON_BYTES, TokenizerError), path, TokenizerError)
 
 
@@ -422,14 +472,32 @@ assert encoder.encode(case["text"]).ids == case["ids"] != obvious.encode(case["t
 # U+FFFD, or kept for a caller who wants the bytes.
 
 # %% tags=["export"]
+def ids_argument(name: str, ids: Any) -> Iterable[Any]:
+    "`ids`, which its caller reads once. Raises UsageError, which says `name`, unless it is a sequence or an iterator."
+    wrong = isinstance(ids, (str, bytes, bytearray, memoryview, Set, Mapping)) or not isinstance(ids, Iterable)
+    if wrong or isinstance(ids, np.ndarray) and ids.ndim != 1:
+        raise UsageError(f"{name} is {shown_value(ids)}: token ids in their order are needed, as in a list")
+    return ids
+
+
+def is_whole(value: object) -> bool:
+    "Is `value` a whole number of Python or NumPy? True and False are none."
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 class StreamDecoder:
     """Turns ids into text as they come, whole characters only. Bytes of an unfinished character wait for the next id.
 
     `errors` is a codec's error handler for invalid bytes: 'replace' shows U+FFFD, 'surrogateescape' keeps the bytes,
-    and text.encode('utf-8', 'surrogateescape') gives them back.
+    and text.encode('utf-8', 'surrogateescape') gives them back. Raises UsageError if there is no such handler.
     """
 
     def __init__(self, tokenizer: "Tokenizer", errors: str = "replace"):
+        try:
+            codecs.lookup_error(errors)
+        except (LookupError, TypeError, ValueError):
+            raise UsageError(f"errors is {shown_value(errors)}: the name of an error handler is needed, as 'replace' "
+                             "or 'surrogateescape'") from None
         self.tokenizer = tokenizer
         self.utf8 = codecs.getincrementaldecoder("utf-8")(errors)
 
@@ -459,11 +527,13 @@ class Tokenizer:
     def __init__(self, model_dir: str | os.PathLike, vocab_size: int | None = None):
         """Read the table. `vocab_size` None means one more than the last named control id.
 
-        Raises FileNotFoundError, and TokenizerError for files that are damaged or contradict each other.
+        Raises MissingFile, TokenizerError for files that are damaged or contradict each other, and UsageError for an
+        argument of a wrong type.
         """
-        folder = Path(model_dir)
+        folder = given_path("model_dir", model_dir)
+        vocab_size = None if vocab_size is None else whole_number("vocab_size", vocab_size, 1, 1 << 30)
         if not folder.is_dir():
-            raise FileNotFoundError(f"{folder}: no such model folder")
+            raise MissingFile(f"{folder}: no such model folder")
         path = folder / "tokenizer_config.json"
         self.blob, self.offsets = read_ranks(folder / "tiktoken.model")
         self.ranks = len(self.offsets) - 1
@@ -476,42 +546,79 @@ class Tokenizer:
 
     def token(self, token_id: int) -> bytes:
         "The bytes of one id; for a control id, those of its name. Raises TokenizerError if there is no such id."
-        i = index(token_id)
-        if not 0 <= i < self.vocab_size:
-            raise TokenizerError(f"token id {i}: expected 0..{self.vocab_size - 1}")
-        if i >= self.ranks:
-            return self.special_names[i - self.ranks].encode()
-        return self.blob[self.offsets[i] : self.offsets[i + 1]]
+        if not is_whole(token_id) or not 0 <= token_id < self.vocab_size:
+            raise TokenizerError(f"token id {shown_value(token_id)}: expected 0..{self.vocab_size - 1}")
+        if token_id >= self.ranks:
+            return self.special_names[token_id - self.ranks].encode()
+        return self.blob[self.offsets[token_id] : self.offsets[token_id + 1]]
 
 
 # %% [markdown]
 # The encoder is built when the first text is encoded. It can be dropped after the prompt, because then nothing is
 # encoded any more.
 #
-# Bytes in are bytes out: a run of bytes that is not UTF-8 is a piece of its own, merged by rank like any other. A `str`
-# has no bytes for a lone surrogate, so it gets U+FFFD, as in the release's class.
+# Bytes in are bytes out (5.21.5). A `str` has no bytes for a lone surrogate, so it gets U+FFFD, as in the release's
+# class. The text is decoded block by block: a codec's incremental decoder keeps an unfinished character for the next
+# block.
+
+# %% tags=["export"]
+BLOCK = 1 << 16  # characters or bytes that are decoded at a time
+
+
+def slices(text: Any) -> Iterator[Any]:
+    "The str or bytes `text` in blocks."
+    return (text[i : i + BLOCK] for i in range(0, len(text), BLOCK))
+
+
+def decoded(decoder: codecs.IncrementalDecoder, blocks: Iterable[bytes]) -> Iterator[str]:
+    "The text of `blocks`, in blocks. Raises UsageError for a block that is not bytes."
+    for block in blocks:
+        if not isinstance(block, bytes):
+            raise UsageError(f"a block of the text is {shown_value(block)}: bytes are needed")
+        yield decoder.decode(block)
+    yield decoder.decode(b"", final=True)
+
 
 # %% tags=["export"]
 class Tokenizer(Tokenizer):
-    def encode(self, text: str | bytes, allow_special: bool = False) -> list[int]:
+    def encode(self, text: str | bytes | bytearray | memoryview, allow_special: bool = False) -> list[int]:
         """Ids of `text`. Names of control tokens are plain text unless `allow_special`.
 
-        Bytes that are not UTF-8 are kept. A lone surrogate of a str has no bytes and becomes U+FFFD.
+        Bytes that are not UTF-8 are kept. A lone surrogate of a str has no bytes and becomes U+FFFD. Raises UsageError
+        for anything but text.
         """
+        if allow_special not in (0, 1):
+            raise UsageError(f"allow_special is {shown_value(allow_special)}: True or False is needed")
         if isinstance(text, str):
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            decoder = codecs.getincrementaldecoder("utf-16-le")("replace")
+            blocks: Iterable[bytes] = (block.encode("utf-16-le", "surrogatepass") for block in slices(text))
+        elif isinstance(text, (bytes, bytearray, memoryview)):
+            decoder, blocks = codecs.getincrementaldecoder("utf-8")("surrogateescape"), slices(bytes(text))
         else:
-            text = bytes(text).decode("utf-8", "surrogateescape")
+            raise UsageError(f"text is {shown_value(text)}: text is needed, a str or bytes")
+        return [i for ids in self._encoded(decoder, blocks, allow_special) for i in ids]
+
+    def encode_blocks(self, blocks: Iterable[bytes]) -> Iterator[list[int]]:
+        """Ids of the bytes that `blocks` hold in order, those of one part at a time: together those of `encode`.
+
+        Memory is bounded, however long the text is: that of a block and of a part (5.21.5). Raises UsageError.
+        """
+        if not isinstance(blocks, Iterable):
+            raise UsageError(f"blocks is {shown_value(blocks)}: bytes in blocks are needed")
+        return self._encoded(codecs.getincrementaldecoder("utf-8")("surrogateescape"), blocks, False)
+
+
+# %% tags=["export"]
+class Tokenizer(Tokenizer):
+    def _encoded(self, decoder, blocks, allow_special):
+        "Yields the ids of each part of what `decoder` makes of `blocks`."
         encoder = self.encoder = self.encoder or build_encoder(self.blob, self.offsets)
-        ids: list[int] = []
-        for i, piece in enumerate(re.split("([\udc80-\udcff]+)", text)):
-            if i % 2:  # a run of bytes that are not UTF-8, merged by rank as one piece
-                data = piece.encode("utf-8", "surrogateescape")
-                ids += [token.id for token in encoder.model.tokenize(as_chars(data))]
+        for broken, part in text_parts(decoded(decoder, blocks)):
+            if broken:
+                data = part.encode("utf-8", "surrogateescape")
+                yield [token.id for token in encoder.model.tokenize(as_chars(data))]
             else:
-                for part in cut(piece):
-                    ids += self._encode_part(encoder, part, allow_special)
-        return ids
+                yield self._encode_part(encoder, part, allow_special)
 
     def _encode_part(self, encoder, part, allow_special):
         "Ids of a part of a text without surrogates."
@@ -529,16 +636,16 @@ class Tokenizer(Tokenizer):
 
 # %% tags=["export"]
 class Tokenizer(Tokenizer):
-    def encode_segments(self, segments: Iterable[tuple[str, Any]]) -> list[int]:
-        "Ids of (text, allow_special) pairs, each encoded alone."
-        return [i for text, allow_special in segments for i in self.encode(text, bool(allow_special))]
+    def encode_segments(self, segments: Iterable[tuple[str, bool]]) -> list[int]:
+        "Ids of (text, allow_special) pairs, each encoded alone. Raises UsageError."
+        return [i for text, allow_special in segments for i in self.encode(text, allow_special)]
 
     def decode(self, ids: Iterable[int]) -> bytes:
-        "The bytes of a sequence of ids, exactly; they need not be whole UTF-8. Raises TokenizerError."
-        return b"".join(map(self.token, ids))
+        "The bytes of a sequence of ids, exactly; they need not be whole UTF-8. Raises TokenizerError, UsageError."
+        return b"".join(map(self.token, ids_argument("ids", ids)))
 
     def stream(self, errors: str = "replace") -> StreamDecoder:
-        "A new StreamDecoder over this vocabulary."
+        "A new StreamDecoder over this vocabulary. Raises UsageError."
         return StreamDecoder(self, errors)
 
     def drop_encoder(self) -> None:
@@ -548,7 +655,7 @@ class Tokenizer(Tokenizer):
 
 
 # %% [markdown]
-# Not every folder holds a vocabulary: a synthetic checkpoint (5.24) has none, and decodes ids only. But a link to a
+# Not every folder holds a vocabulary: a synthetic checkpoint (5.28) has none, and decodes ids only. But a link to a
 # `tiktoken.model` that does not exist is an error, so such a folder is not taken for one without a vocabulary.
 
 # %% tags=["export"]
@@ -732,11 +839,11 @@ assert not set(known) & set(embedded.stop_ids)
 #
 # ## Exercises
 #
-# 1. Write `count(text)` that gives the number of ids without building the list, for a text of 10 MB in less than 20 MB
-#    of memory.
+# 1. Count the ids of a file of a gigabyte with `encode_blocks`, without keeping them. Which text of 400,000 characters
+#    takes the most memory?
 # 2. Find the shortest text whose ids change when it is encoded in two halves and joined. Why can a chat frame be
 #    encoded segment by segment nevertheless?
 # 3. A model emits id 222 forever, a lone continuation byte in some vocabulary. What does the stream show, and when?
 #    Change the policy to show nothing for it and say what is lost.
 #
-# Next: [5.22 From a folder to a running model](22_engine.ipynb).
+# Next: [5.26 From a folder to a running model](26_engine.ipynb).

@@ -1,16 +1,16 @@
 # %% [markdown]
-# # 5.23 Whether every byte is the one that was published
+# # 5.27 Whether every byte is the one that was published
 #
 # A header says where a weight lies, not whether it is right. One wrong byte in 1.56 TB changes no size and raises no
 # error, so this chapter compares files with hashes that somebody computed before the damage. At the end you can check a
 # download against the hashes that the download itself left behind, write a manifest that `sha256sum` reads, interrupt a
 # check and continue it, and say what was *not* checked.
 #
-# Needs chapters 5.2 (files), 5.5 (headers), 5.7 (the checkpoint) and 5.22 (the engine). Runs in half a minute.
+# Needs chapters 5.2 (files), 5.5 (headers), 5.7 (the checkpoint) and 5.26 (the engine). Runs in half a minute.
 #
-# [5.22 From a folder to a running model](22_engine.ipynb) ·
+# [5.26 From a folder to a running model](26_engine.ipynb) ·
 # [contents](../README.md) ·
-# [5.24 A checkpoint without the weights](24_synth.ipynb)
+# [5.28 A checkpoint without the weights](28_synth.ipynb)
 
 # %%
 import hashlib
@@ -34,7 +34,7 @@ from k3lib.tensors import check_tensors
 # | manifest | a text file of hashes and names | `read_manifest` |
 # | stamp | size, times and inode of a file: they must not change while it is read | `FileStamp` |
 #
-# ## 5.23.1 By hand: one bit, and what sees it
+# ## 5.27.1 By hand: one bit, and what sees it
 #
 # Flip the lowest bit of one weight. The size is the same, the header is the same, and the sum of the bytes moves by one
 # in 1.56 TB. A hash is made so that about half of its 256 bits change.
@@ -59,7 +59,7 @@ assert hashlib.sha1(b"blob %d\0" % len(hello) + hello).hexdigest() == git_of_hel
 assert hashlib.sha1(hello).hexdigest() != git_of_hello
 
 # %% [markdown]
-# ## 5.23.2 A file's hashes, in four megabytes
+# ## 5.27.2 A file's hashes, in four megabytes
 #
 # A stamp tells whether a file was changed or replaced. It has one time more than the fingerprint of 5.2: the time of
 # the last change to file or attributes, which no program can set. So a stamp differs even if a copying tool has
@@ -81,11 +81,14 @@ from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from k3lib.system import expect_sequential, forget_pages
-from k3lib.fileio import CheckpointError, open_shard, read_exactly
+from k3lib.fileio import (
+    CheckpointError, MissingFile, UsageError, given_path, open_shard, read_exactly, shown_value,
+)
 from k3lib.config import Config
 from k3lib.tensors import families
 from k3lib.header import ITEMSIZE, parse_header, read_header
 from k3lib.checkpoint import INDEX, Checkpoint
+from k3lib.memory import whole_number
 
 
 class FileStamp(NamedTuple):
@@ -128,6 +131,8 @@ class FileHashes(NamedTuple):
 
 
 def _new_hash(kind, size):
+    if kind not in KINDS.values():
+        raise UsageError(f"kind of hash is {shown_value(kind)}, expected {SHA256!r} or {GIT!r}")
     return hashlib.sha256() if kind == SHA256 else hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
 
 
@@ -137,8 +142,9 @@ def hashes(path: str | Path, kinds: Iterable[str], progress: Callable[[int], obj
     """The hashes of `kinds`, out of SHA256 and GIT, of the file at `path`; None if `stop` was set before the end.
 
     `progress` is called with the number of bytes of each read, of `read_bytes` at most. Raises CheckpointError if the
-    file cannot be read, or changes while it is read.
+    file cannot be read, or changes while it is read; UsageError for another kind.
     """
+    path, read_bytes = given_path("path", path), whole_number("read_bytes", read_bytes, 1, 1 << 30)
     with open_shard(path) as file:
         fd = file.fileno()
         before = file_stamp(os.fstat(fd))
@@ -174,7 +180,7 @@ assert mine[GIT] == hashlib.sha1(b"blob %d\0" % len(whole) + whole).hexdigest()
 print(shard.name, mine[SHA256][:12], mine[GIT][:12])
 
 # %% [markdown]
-# ## 5.23.3 The manifest: a file that `sha256sum -c` reads
+# ## 5.27.3 The manifest: a file that `sha256sum -c` reads
 #
 # A hash, two spaces, a name: the oldest format there is, so nobody needs this book to check it. A line of another form
 # is refused, and so is a name that leads out of the model's folder or stands in the manifest twice.
@@ -192,10 +198,11 @@ def manifest_text(found: dict[str, str]) -> str:
 def read_manifest(path: str | Path) -> dict[str, str]:
     """{name: SHA-256} of a sha256sum file.
 
-    Raises FileNotFoundError if there is no such file, CheckpointError if it is no manifest.
+    Raises FileNotFoundError if there is no such file, CheckpointError if it is no manifest, UsageError for no path.
     """
+    path = given_path("path", path)
     if not os.path.lexists(path):
-        raise FileNotFoundError(f"{path}: no such manifest")
+        raise MissingFile(f"{path}: no such manifest")
     with open_shard(path) as file:
         text = bytearray(min(os.fstat(file.fileno()).st_size, MANIFEST_MAX + 1))
         read_exactly(file, text, 0, path)
@@ -221,7 +228,7 @@ def read_manifest(path: str | Path) -> dict[str, str]:
 # %% tags=["export"]
 def manifest_path(folder: str | Path) -> Path:
     "Where the manifest of the model in `folder` is looked for: beside it, or beside `snapshots` in a hub cache."
-    folder = Path(folder).resolve()
+    folder = given_path("folder", folder).resolve()
     home = folder.parents[1] if folder.parent.name == "snapshots" else folder.parent
     return home / f"{folder.name}.sha256"
 
@@ -239,7 +246,7 @@ for bad in ("", "ab" * 31 + "  a\n", "ab" * 32 + "  ../a\n", text + text):
 
 
 # %% [markdown]
-# ## 5.23.4 What a download leaves behind
+# ## 5.27.4 What a download leaves behind
 #
 # A hub cache stores each file under its hash, `blobs/<hash>`, and a snapshot is links to those. `hf download
 # --local-dir` puts real files in place and keeps `.cache/huggingface/download/<name>.metadata`: commit, hash, time, a
@@ -288,7 +295,7 @@ for folder in (local, repository / "snapshots" / "abc"):
     print(*((e.kind, e.digest[:12], e.source) for e in download_hashes(folder, shard.name)))
 
 # %% [markdown]
-# ## 5.23.5 What can be said without reading the payload
+# ## 5.27.5 What can be said without reading the payload
 #
 # Headers, index and config must agree (5.7, 5.4). The file sizes of the released checkpoint are public, so they are
 # checked where the config is the released one: where it implies that many tensors and bytes. Four sizes are enough for
@@ -335,7 +342,7 @@ assert is_released(read_config(ROOT / "fixtures" / "k3")) and not is_released(re
 print(f"{sum(published_sizes().values()):,} bytes in {len(published_sizes())} files")
 
 # %% [markdown]
-# ## 5.23.6 Continuing an interrupted check
+# ## 5.27.6 Continuing an interrupted check
 #
 # Hashing 1.56 TB takes from a quarter of an hour to hours, as the disk and the cores are. Each finished file's hash is
 # appended to `MODEL.sha256.partial` with the file's stamp. A later run uses a line only if the stamp is still the same:
@@ -372,7 +379,7 @@ class HashLog:
     def add(self, name: str, stamp: FileStamp, digest: str) -> None:
         "Append the line of a file. A failure is noted, not raised."
         try:
-            with open(self.path, "a", encoding="utf-8") as file:
+            with open(self.path, "a", encoding="utf-8", newline="\n") as file:
                 file.write(" ".join([digest, *map(str, stamp), f"{name}\n"]))
         except OSError as error:
             self.failure = f"{self.path}: {error.strerror}"
@@ -386,7 +393,7 @@ class HashLog:
 
 
 # %% [markdown]
-# ## 5.23.7 An account of what was compared
+# ## 5.27.7 An account of what was compared
 #
 # The result says what was compared with what. Files without an expected hash are counted and named as not checked: an
 # account that is silent about them would be read as a success.
@@ -397,6 +404,7 @@ class Verified:
     """What verify() has compared with what.
 
     `damaged`: {file name, or the model's path for a fault of several files: a line that says what is wrong}.
+    `unusual`: lines on what is odd and changes no number.
     `compared`: {source of expected hashes: how many files have them}. `unknown`: names of files without an
     expected hash. `hashes`: {name: SHA-256} of the files that were hashed and are not damaged. `resumed`: how many of
     them an unfinished run had hashed. `not_kept`: why a later run cannot continue this one, or None.
@@ -409,6 +417,7 @@ class Verified:
     config_checked: bool = False
     published_sizes: bool = False
     damaged: dict[str, str] = field(default_factory=dict)
+    unusual: list[str] = field(default_factory=list)
     compared: dict[str, int] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     hashes: dict[str, str] = field(default_factory=dict)
@@ -427,7 +436,8 @@ class Verified(Verified):
     def text(self) -> str:
         "The account as a table of two columns."
         damaged = f"{len(self.damaged)}: {', '.join(self.damaged)}" if self.damaged else "nothing found"
-        rows = [*self._structure(), *self._contents(), ("damaged", damaged)]
+        unusual = [("unusual", f"but harmless: {line}") for line in self.unusual]
+        rows = [*self._structure(), *self._contents(), *unusual, ("damaged", damaged)]
         return "\n".join([f"{self.model}: {len(self.files)} files", *(f"  {what:<17}{text}" for what, text in rows)])
 
     def _structure(self):
@@ -455,7 +465,7 @@ class Verified(Verified):
 
 
 # %% [markdown]
-# ## 5.23.8 All files
+# ## 5.27.8 All files
 #
 # Headers, index, config and sizes come first. `Checkpoint` (5.7) stops at the first header that is wrong; here every
 # damaged shard is to be named, so after a failure each header is read alone.
@@ -469,7 +479,9 @@ def _check_structure(result, folder, config, check):
     "Compare headers, index, config and sizes, and note the outcome in `result`."
     try:
         with Checkpoint(folder) as checkpoint:
-            result.tensors = len(checkpoint)
+            result.tensors, result.unusual = len(checkpoint), [*checkpoint.unusual, *(config.unusual if config else ())]
+            others = [name for file in checkpoint.files if (name := os.path.basename(file)) not in result.shards]
+            result.shards, result.files = result.shards + others, result.files + others
             if check is not None:
                 check(config, checkpoint)
                 result.config_checked = True
@@ -619,14 +631,18 @@ def verify(path: str | Path, config: Config | None = None, check: Callable[[Conf
     `manifest`: a sha256sum file; None means the one at manifest_path, if there is one. `every`: hash also files without
     an expected hash. `threads`: files hashed at a time, by default one a core, at most 8. `show` is called with a line
     for each fault when it is found. `progress(bytes)` gives a bar for a `with` block, whose update() is called with the
-    bytes of each read. Raises FileNotFoundError, and CheckpointError if `manifest` is no manifest.
+    bytes of each read. Raises FileNotFoundError, CheckpointError if `manifest` is no manifest, and UsageError for an
+    argument of a wrong type.
     """
-    folder = Path(path)
+    folder, manifest = given_path("path", path), None if manifest is None else given_path("manifest", manifest)
+    threads = min(8, os.cpu_count() or 1) if threads is None else whole_number("threads", threads, 1, 1024)
+    if config is not None and not isinstance(config, Config):
+        raise UsageError(f"config is {shown_value(config)}: a Config is needed, as read_config returns it")
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such model folder")
+        raise MissingFile(f"{folder}: no such model folder")
     if manifest is not None and not every and not os.path.lexists(manifest):
-        raise FileNotFoundError(f"{manifest}: no such manifest")
-    manifest = manifest_path(folder) if manifest is None else Path(manifest)
+        raise MissingFile(f"{manifest}: no such manifest")
+    manifest = manifest or manifest_path(folder)
     result = Verified(str(path), sorted(name for name in os.listdir(folder) if _SHARD_FILE.fullmatch(name)))
     result.files = result.shards + [name for name in SMALL if (folder / name).is_file()]
     _check_structure(result, folder, config, check)
@@ -635,7 +651,7 @@ def verify(path: str | Path, config: Config | None = None, check: Callable[[Conf
         show(line)
     result.unknown = [name for name in result.files if not expected[name]]
     comparison = Comparison(result, folder, expected, log)
-    _compare_all(comparison, every, threads or min(8, os.cpu_count() or 1), show, progress)
+    _compare_all(comparison, every, threads, show, progress)
     if not result.damaged:
         log.remove()
     result.not_kept = log.failure
@@ -661,9 +677,9 @@ if shutil.which("sha256sum"):
 print("the folder and its manifest agree")
 
 # %% [markdown]
-# ## 5.23.9 Wrong, without an error
+# ## 5.27.9 Wrong, without an error
 #
-# The sign of one weight, in the value projection of layer 4: one bit of 6.6 MB. The engine (5.22) reads the file, finds
+# The sign of one weight, in the value projection of layer 4: one bit of 6.6 MB. The engine (5.26) reads the file, finds
 # every size right and every number finite, and answers. Only the hash names the shard.
 
 # %%
@@ -742,7 +758,7 @@ plt.show()
 
 
 # %% [markdown]
-# ## 5.23.10 Interrupted, continued, and traps
+# ## 5.27.10 Interrupted, continued, and traps
 #
 # A run that is stopped after some files leaves their lines. The next reads only the others. A shard that was touched
 # since is not believed, nor is one whose line lost its end.
@@ -757,7 +773,7 @@ def stop(line):
 
 
 partial = Path(f"{manifest_path(bad)}.partial")
-partial.unlink()  # of 5.23.9: a run that finds damage keeps the other hashes, so only the repaired shard is read again
+partial.unlink()  # of 5.27.9: a run that finds damage keeps the other hashes, so only the repaired shard is read again
 flip(bad / "tokenizer_config.json", 5, 0)  # a fault ends this run as soon as it is shown
 try:
     verify(bad, threads=1, show=stop)
@@ -791,7 +807,7 @@ assert hashes(one, [SHA256]).digests != hashes(other, [SHA256]).digests
 assert hashlib.sha1(whole).hexdigest() != mine[GIT]
 
 # %% [markdown]
-# ## 5.23.11 Make it fast
+# ## 5.27.11 Make it fast
 #
 # The chain of SHA-256 is the work, and the processor's instructions for it set the pace. Reads must be long enough that
 # Python does not count; two files at once use two cores. The full model is 1.56 TB.
@@ -835,4 +851,4 @@ shutil.rmtree(scratch)
 #    could it say that this one cannot?
 # 3. Verify while decoding: which bytes does one token read twice, and could a reader hash what it reads?
 #
-# Next: [5.24 A checkpoint without the weights](24_synth.ipynb).
+# Next: [5.28 A checkpoint without the weights](28_synth.ipynb).

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 5.24 A checkpoint without the weights
+# # 5.28 A checkpoint without the weights
 #
 # The engine of this book must open, index, plan and stream 1.56 TB that few readers have. This chapter writes a
 # stand-in: the released names, types, shapes and file sizes, in about 5 GB of real bytes and a great many zeros. At the
@@ -8,9 +8,9 @@
 # Needs chapters 5.3 (the config), 5.4 (the table of tensors), 5.5 (headers) and 5.7 (the checkpoint). Runs in half a
 # minute.
 #
-# [5.23 Whether every byte is the one that was published](23_verify.ipynb) ·
+# [5.27 Whether every byte is the one that was published](27_verify.ipynb) ·
 # [contents](../README.md) ·
-# [5.25 The dial: one model, any budget](25_decode.ipynb)
+# [5.29 Showing must not cost the result](29_display.ipynb)
 
 # %%
 import tempfile
@@ -40,7 +40,7 @@ scratch = tempfile.TemporaryDirectory()
 # | $[l, h]$ | interval from which the values of adjacent rows are drawn | `RowRange.low`, `RowRange.high` |
 # | seed | a number that decides, with a tensor's name, the tensor's bits | `random_bits(seed, name)` |
 #
-# ## 5.24.1 By hand: three bytes in a megabyte
+# ## 5.28.1 By hand: three bytes in a megabyte
 #
 # A file's length and its bytes on disk are two numbers. Set the length, seek, write; the file system remembers where
 # data are, page by page, and invents zeros elsewhere. A reader cannot tell them from zeros that were written.
@@ -69,7 +69,7 @@ def data_extents(path):
 print(f"on disk {toy.stat().st_blocks * 512:,} bytes; data at {data_extents(toy)}")
 
 # %% [markdown]
-# ## 5.24.2 The numbers of a config
+# ## 5.28.2 The numbers of a config
 #
 # Chapter 5.3 reads a `config.json`, and 5.4 derives every tensor's name and shape from it. Here the same tables are
 # used the other way: from numbers to the file. Three presets: the released shape, a slice of it at full width, and the
@@ -82,6 +82,7 @@ import os
 import shutil
 import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
@@ -90,7 +91,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 import numpy as np
 from k3lib.system import disk_bytes
-from k3lib.fileio import UsageError, writing
+from k3lib.fileio import MissingFile, UsageError, given_path, shown_value, writing
 from k3lib.config import FIXED, INTEGERS, REALS, Config, ConfigError, read_config
 from k3lib.tensors import Place, Tensor, global_tensors, layer_tensors, place_of
 from k3lib.header import ITEMSIZE, header_bytes
@@ -133,11 +134,12 @@ ARGUMENTS = {SHORT.get(name, name): name for name in LIMITS}  # argument of synt
 
 
 def checked(argument: str, value: Any, kind: type, low: float, high: float) -> Any:
-    "`value` if it is a number of `kind`, int or float, within low..high. Raises SynthError."
-    if type(value) in (kind, int) and low <= value <= high:
-        return value
+    "`value` as Python's number if it is one of `kind`, int or float, within low..high. Raises SynthError."
+    number = value.item() if isinstance(value, np.generic) else value
+    if type(number) in (kind, int) and low <= number <= high:
+        return number
     wanted = "an integer" if kind is int else "a number"
-    raise SynthError(f"{argument} is {value!r}, expected {wanted} in {low:,}..{high:,}")
+    raise SynthError(f"{argument} is {shown_value(value)}, expected {wanted} in {low:,}..{high:,}")
 
 
 def numbers(preset: str, **changes: Any) -> dict[str, Any]:
@@ -145,8 +147,8 @@ def numbers(preset: str, **changes: Any) -> dict[str, Any]:
 
     Raises SynthError.
     """
-    if preset not in PRESETS:
-        raise SynthError(f"preset is {preset!r}, expected one of {', '.join(PRESETS)}")
+    if type(preset) is not str or preset not in PRESETS:
+        raise SynthError(f"preset is {shown_value(preset)}, expected one of {', '.join(PRESETS)}")
     found: dict[str, Any] = dict(PRESETS[preset][0])
     for argument, value in changes.items():
         if argument not in ARGUMENTS:
@@ -236,7 +238,7 @@ def write_config(folder: Path, preset: str, seed: int, **changes: Any) -> Recipe
     `changes`: as in `numbers`. Raises SynthError, OSError.
     """
     found = numbers(preset, **changes)
-    checked("seed", seed, int, 0, 2**64 - 1)
+    seed = checked("seed", seed, int, 0, 2**64 - 1)
     note = "made-up values, not the weights of any model"
     marker = {"generator": "k3 synth", "preset": preset, "seed": seed, "note": note}
     trees = {"config.json": config_tree(found, marker),
@@ -261,7 +263,7 @@ print("equal to the released config:", full.config == theirs, "| MLA layers", so
 assert full.config == theirs
 
 # %% [markdown]
-# ## 5.24.3 The sizes of the files betray the order of the tensors
+# ## 5.28.3 The sizes of the files betray the order of the tensors
 #
 # Layer $L$ is file $L + 1$; then come one file with tables and globals, the projector, the vision tower. A text reader
 # skips the last two, so small models get two tiny ones, to be skipped.
@@ -330,7 +332,7 @@ for label, values in off.items():
     print(f"{label:34s} {values.count(0):2d} of {len(values)} sizes equal; others off by {sorted({*values} - {0})}")
 
 # %% [markdown]
-# Only the guess survives, and it does so for all 96 files (checked in 5.24.7). Two wrong orders agree in files that
+# Only the guess survives, and it does so for all 96 files (checked in 5.28.7). Two wrong orders agree in files that
 # hold one type only and few tensors, so a check on the smallest file would have passed them.
 
 # %%
@@ -349,7 +351,7 @@ plt.show()
 # A matching size is evidence, not proof: two tensors of one shape could be exchanged unseen. Nothing depends on the
 # order. A reader follows the header, and the tests of this module shuffle the tensors.
 #
-# ## 5.24.4 Bits that belong to a name
+# ## 5.28.4 Bits that belong to a name
 #
 # A value must not depend on other values written before it, or a file could not be written alone, nor several in
 # parallel. So each tensor has its own stream of random bits: a hash of seed and name starts the generator.
@@ -423,7 +425,7 @@ print("a norm:", norm(0, 6), "| again:", norm(0, 2))
 print("seed 1:", norm(1, 6), "| scales:", draw(random_bits(0, "scale"), "U8", 6, 121, 122))
 
 # %% [markdown]
-# ## 5.24.5 Which rows live
+# ## 5.28.5 Which rows live
 #
 # The sparse preset may cost 6 GB of 1,561, and those must still make a model: its output must depend on the input
 # token, on every kind of layer, on the experts chosen. So live rows are chosen to meet each other: the same heads in q,
@@ -509,7 +511,7 @@ for L, kind in (0, "KDA"), (3, "MLA"):
             print(f"  {short:11s} {tensor.shape} live rows {live_rows(full, tensor)}")
 
 # %% [markdown]
-# ## 5.24.6 How large a weight should be
+# ## 5.28.6 How large a weight should be
 #
 # A weight drawn from $\pm\sqrt{3/n}$ has variance $1/n$, and a sum over $n$ inputs of size one has size one again. The
 # $n$ that counts is the number of *live* inputs: an output projection reads two heads of 96. With $n$ = 12,288 its
@@ -613,7 +615,7 @@ for label, b in ("with the bias", bias), ("without", 0):
 
 
 # %% [markdown]
-# ## 5.24.7 A plan, and the census without a file
+# ## 5.28.7 A plan, and the census without a file
 #
 # Everything so far is arithmetic on shapes. Put together, file by file, it says which bytes would be written, before
 # any is.
@@ -710,7 +712,7 @@ print(f"on disk, with headers and half-used pages: {pages / 1e9:.1f} GB")
 assert pages < 6e9
 
 # %% [markdown]
-# ## 5.24.8 Written whole or not at all
+# ## 5.28.8 Written whole or not at all
 #
 # One file: its length, its header, its values. The values are made 32,768 at a time, which fits a core's cache. Before
 # each of these chunks `write_shard` looks at `stop`, so that Ctrl-C does not wait for 17 GB.
@@ -773,15 +775,26 @@ def write_shards(folder: Path, shards: list[Shard], seed: int, progress: Callabl
 def prepare(folder: str | os.PathLike) -> Path:
     """The full path of `folder`, which is new or empty.
 
-    Raises FileNotFoundError if there is no folder to make it in, SynthError if it is a file or is not empty.
+    Raises FileNotFoundError if there is no folder to make it in, SynthError if it is a file or is not empty, UsageError
+    if it is no path.
     """
-    folder = Path(folder).resolve()
+    folder = given_path("folder", folder).resolve()
     if not folder.parent.is_dir():
-        raise FileNotFoundError(f"{folder.parent}: no such folder to make {folder.name} in")
+        raise MissingFile(f"{folder.parent}: no such folder to make {folder.name} in")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         fault = "exists and is not empty" if folder.is_dir() else "is a file"
         raise SynthError(f"{folder}: {fault}, expected a new or an empty folder")
     return folder
+
+
+def give_name(part: Path, folder: Path) -> None:
+    "Rename the complete folder `part` to `folder`. Raises SynthError if another program has filled that meanwhile."
+    try:
+        part.rename(folder)
+    except OSError:
+        if folder.is_file() or folder.is_dir() and any(folder.iterdir()):
+            raise SynthError(f"{folder}: another program has filled it meanwhile, expected it to stay empty") from None
+        raise
 
 
 def keeps_holes(folder: Path) -> bool:
@@ -791,6 +804,7 @@ def keeps_holes(folder: Path) -> bool:
         return disk_bytes(os.fstat(probe.fileno())) < 1 << 24
 
 
+# %% tags=["export"]
 def check_space(folder: Path, shards: list[Shard]) -> None:
     "Raise SynthError unless the file system of `folder` has room for the pages that will be written."
     holes = keeps_holes(folder)
@@ -816,7 +830,8 @@ def write_index(folder: Path, shards: list[Shard]) -> None:
 
 # %% [markdown]
 # Everything goes to a folder beside the one asked for, which gets its name in the end. If anything fails before that, a
-# full disk or Ctrl-C, that folder is removed and nothing half-written is left to be mistaken for a model.
+# full disk or Ctrl-C, that folder is removed and nothing half-written is left to be mistaken for a model. Two calls for
+# one folder write to two such folders. The first to be ready gets the name; the second is refused and removes its own.
 
 # %% tags=["export"]
 class Written(NamedTuple):
@@ -850,11 +865,11 @@ def synth(folder: str | os.PathLike, preset: str = "full", seed: int = 0, layers
     """Write a synthetic checkpoint in the released layout into `folder`, new or empty, whole or not at all.
 
     preset: 'full' (released shape, sparse: about 5 GB on disk), 'slice' (full width, every byte real) or 'oracle'
-    (small). Any field of ARGUMENTS can be changed. `progress` is called with lines of text. Raises SynthError,
-    FileNotFoundError, OSError.
+    (small). Any field of ARGUMENTS can be changed. `progress` is called with lines of text. Raises SynthError, also if
+    another program fills the folder meanwhile, UsageError, FileNotFoundError, OSError.
     """
     folder, tell = prepare(folder), progress or (lambda line: None)
-    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    part = folder.with_name(f".{folder.name[:40]}.{uuid.uuid4().hex}.part")
     try:
         part.mkdir()  # inside, because a signal may come as soon as the folder is there
         recipe = write_config(part, preset, seed, layers=layers, experts=experts, vocab=vocab, **changes)
@@ -864,10 +879,10 @@ def synth(folder: str | os.PathLike, preset: str = "full", seed: int = 0, layers
         tell(f"synthetic checkpoint, preset {preset}, seed {seed}: {sizes.tensors:,} tensors in {sizes.shards} files "
              f"of {shown_bytes(sizes.file_bytes)}, {shown_bytes(sizes.value_bytes)} of it values"
              + (", the rest holes" if recipe.sparse else ""))
-        write_shards(part, shards, seed, tell)
+        write_shards(part, shards, recipe.seed, tell)
         write_index(part, shards)
         sizes = written(part, shards)
-        part.rename(folder)
+        give_name(part, folder)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
@@ -922,7 +937,7 @@ except SynthError as error:
 print("left behind:", [path.name for path in Path(scratch.name).iterdir() if path.name.endswith(".part")])
 
 # %% [markdown]
-# ## 5.24.9 Holes, looked at
+# ## 5.28.9 Holes, looked at
 #
 # The same code at full width, three layers and 64 experts: layer 1 is KDA with a MoE. The bytes that the file system
 # has on disk must be those that the plan writes, and no others.
@@ -984,7 +999,7 @@ assert not w.any() and np.isnan(naive).any()
 # For the device there is `slice`, whose every byte is real. A copy must keep holes (`cp --sparse=always`, `tar -S`), or
 # 5 GB become 1,561.
 #
-# ## 5.24.10 Make it fast
+# ## 5.28.10 Make it fast
 #
 # Drawing is the work. Each step of the ladder changes one thing. Normal deviates need a table and sometimes a
 # logarithm; a float32 takes 32 random bits of which BF16 keeps 8; arrays that leave the cache wait for memory.
@@ -1028,4 +1043,4 @@ scratch.cleanup()
 #    it were layer 92?
 # 3. Write `resize(home, vocab)`, which cuts a synthetic checkpoint's vocabulary without writing any other file again.
 #
-# Next: [5.25 The dial: one model, any budget](25_decode.ipynb).
+# Next: [5.29 Showing must not cost the result](29_display.ipynb).

@@ -1,18 +1,18 @@
 # %% [markdown]
-# # 5.25 The dial: one model, any budget
+# # 5.32 The dial: one model, any budget
 #
 # Everything that the book has derived meets here: a budget in bytes becomes a plan, the plan becomes a model, the model
 # decodes greedily, and the report says what that cost. At the end you can run a model of any size on this machine, and
 # you know what the budget changes, the bytes that are read for a token, and what it never changes: a bit of the answer.
 #
-# Needs the whole book; uses what chapters 5.18 to 5.24 made. Runs in under a minute.
+# Needs the whole book; uses what chapters 5.18 to 5.31 made. Runs in under a minute.
 #
-# [5.24 A checkpoint without the weights](24_synth.ipynb) ·
+# [5.31 One whole run](31_run.ipynb) ·
 # [contents](../README.md)
 #
 # Run it in batch with other parameters, from any folder:
 #
-#     papermill book/05_streaming/25_decode.ipynb out.ipynb -p model_dir DIR -p ram 8GB \
+#     papermill book/05_streaming/32_decode.ipynb out.ipynb -p model_dir DIR -p ram 8GB \
 #         -p ids "1,2,3" -p max_new_tokens 8
 
 # %% tags=["parameters"]
@@ -58,7 +58,7 @@ K3 = read_config(ROOT / "fixtures" / "k3")
 
 
 # %% [markdown]
-# ## 5.25.1 Three budgets, the same bytes
+# ## 5.32.1 Three budgets, the same bytes
 #
 # Just above the smallest budget most of the trunk streams. Two megabytes more pin most of it. With a hundred more, all
 # of it is pinned and read only once. The logits of all steps are compared as bytes.
@@ -102,9 +102,9 @@ assert packed[0] == runs[0][0] and packed[1] == runs[0][1]
 print("packed,", done.partition(": ")[2].partition(" on disk")[0].rpartition(",")[0] + ":", "the same logits: True")
 
 # %% [markdown]
-# ## 5.25.2 One token, layer by layer
+# ## 5.32.2 One token, layer by layer
 #
-# A model large enough to watch: five layers of the released width with 64 experts each (5.24), 16.6 GB of tensors in
+# A model large enough to watch: five layers of the released width with 64 experts each (5.28), 16.6 GB of tensors in
 # 600 MB of memory. `on_layer` is called at the end of each layer. There the clock, the seconds of waiting and the bytes
 # read so far are noted, and their differences are what each layer took.
 
@@ -161,7 +161,7 @@ plt.show()
 # by the cores. Most bytes of this checkpoint are holes, which the system fills with zeros: reading them takes processor
 # time here, where a disk would let the processor wait.
 #
-# ## 5.25.3 What streams, what stays, and what that costs
+# ## 5.32.3 What streams, what stays, and what that costs
 #
 # The full shape, all 93 layers and 896 experts, decoded from a synthetic checkpoint at five budgets. `make scale`
 # measures these figures and writes them to `fixtures/measured/scale.json`. If you run it, this section shows your
@@ -207,7 +207,8 @@ print(f"the KDA state alone: {shown_size(state)}; the rest of a gigabyte pins {s
 # because they are small; and the front of the trunk, as far as the budget goes.
 #
 # The figure shows the peaks and the bytes of these runs. The cross above the line is a run in which no kernel had been
-# compiled yet: the memory of the compiler is not part of the plan.
+# compiled yet. It was measured when a run compiled its kernels itself, in memory that was part of no plan. Now another
+# process does so first (5.18.2).
 #
 # Why pin, and not cache? Forward passes are a cycle, and on a cycle the least recently used row block is the one needed
 # next. An LRU cache of 90% of the trunk would save nothing; 90% of it pinned saves 90% (5.13). Why the trunk first? A
@@ -248,7 +249,7 @@ print("read for a token at the lowest budget:", ", ".join(f"{part} {shown_size(n
 
 
 # %% [markdown]
-# ## 5.25.4 What can go wrong between the disk and the answer
+# ## 5.32.4 What can go wrong between the disk and the answer
 #
 # A checkpoint is 1.56 TB, and any byte of it can be damaged in the download, on the disk or on the way from it. Three
 # damages, on a copy of the embedded model. The first is a file that ends early. Header and file size must agree for
@@ -278,7 +279,7 @@ with tempfile.TemporaryDirectory() as scratch:
 # The second is a file of the right size with a number in it that is not finite. An E8M0 scale of 255 is NaN, and so is
 # everything that it multiplies, also zeros. An infinity would become 1 in SiTU's $\tanh$ and be hidden. So sums are
 # checked before any nonlinear function is applied to them (1.5), and weights are read again only where a sum is not
-# finite (5.22.4). That costs 1 to 2% of a step here, where a row has 128 weights, and less where it has 7168.
+# finite (5.26.3). That costs 1 to 2% of a step here, where a row has 128 weights, and less where it has 7168.
 
 # %%
 def overwrite(extent, at, byte):
@@ -358,10 +359,11 @@ with tempfile.TemporaryDirectory() as scratch:
     other.close()
 
 # %% [markdown]
-# ## 5.25.5 The run
+# ## 5.32.5 The run
 #
 # The run is `k3 decode` in a process of its own. So its budget and its peak do not include this notebook's kernel with
-# its plotting library.
+# its plotting library. What it shows is read as UTF-8, whatever the locale says. Its report is read before that is
+# shown.
 
 # %% tags=["nbval-ignore-output", "run"]
 folder = model_dir or os.path.relpath(ORACLE / "model")
@@ -373,11 +375,12 @@ with tempfile.TemporaryDirectory() as scratch:
                "--max-new-tokens", str(max_new_tokens), "--json", str(record)]
     given = {"--threads": threads, "--trunk": trunk, "--ids": ids, "--prompt": prompt}
     command += [word for option, value in given.items() if value not in (0, "") for word in (option, str(value))]
-    run = subprocess.run(command, capture_output=True, text=True)
-    print(run.stdout, end="")
+    run = subprocess.run(command, capture_output=True, encoding="utf-8", errors="backslashreplace",
+                         env={**os.environ, "PYTHONIOENCODING": "utf-8"})
+    report = json.loads(record.read_text()) if record.exists() else None
+    print(run.stdout.replace(f"{Path.cwd()}{os.sep}", ""), end="")  # the report has the whole path
     if run.returncode:
         raise SystemExit(run.stderr.strip())
-    report = json.loads(record.read_text())
 
 # %% [markdown]
 # The answer: the same ids on every machine and at every budget. Those of the embedded model are compared with the

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 5.22 From a folder to a running model
+# # 5.26 From a folder to a running model
 #
 # By now there is a forward pass that knows no files (5.8), a trunk and experts that are read from a disk (5.13, 5.16),
 # a plan that says how much of them stays in memory (5.18), and a tokenizer. This chapter puts them together. It adds
@@ -8,11 +8,11 @@
 #
 # At the end `k3lib.load(folder, ram="8GB")` gives a model that decodes.
 #
-# Needs chapters 5.8, 5.13, 5.16, 5.18, 5.20 and 5.21. Runs in seconds.
+# Needs chapters 5.8, 5.13, 5.16, 5.18, 5.20, 5.21 and 5.25. Runs in seconds.
 #
-# [5.21 Bytes to ids and back](21_tokenizer.ipynb) ·
+# [5.25 What a run has cost](25_report.ipynb) ·
 # [contents](../README.md) ·
-# [5.23 Whether every byte is the one that was published](23_verify.ipynb)
+# [5.27 Whether every byte is the one that was published](27_verify.ipynb)
 
 # %%
 import json
@@ -24,26 +24,24 @@ ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_
 ORACLE = ROOT / "fixtures" / "oracle13"
 EXPECTED = json.loads((ORACLE / "expected.json").read_text())
 
-# %% [markdown]
-# ## 5.22.1 The report
-#
-# A report compares what the plan promised with what happened: bytes read by part, cache hits among the experts, seconds
-# of arithmetic and seconds of waiting, the measured peak beside the planned one. It holds the numbers of one moment,
-# and asking for it changes nothing.
-
 # %% tags=["export"]
 import contextlib
-import dataclasses
+import gc
 import os
+import sys
 import threading
 import time
+import traceback
+import weakref
+from array import array
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 import numpy as np
-from k3lib.parallel import CORES
+from k3lib.parallel import CORES, default_arithmetic
 from k3lib.matmul import NotFinite, bf16_to_float32
-from k3lib.system import peak_bytes, read_call_bytes, return_freed_memory
-from k3lib.fileio import CheckpointError, UsageError
+from k3lib.system import peak_bytes, read_call_bytes, return_freed_memory, trim_freed_memory
+from k3lib.fileio import CheckpointError, K3Error, UsageError, function_argument, given_path, shown_value
 from k3lib.config import Config, is_synthetic, read_config
 from k3lib.tensors import (
     EMBED, check_tensors, expert_name, forward_order, layer_of, part_of, used_entries,
@@ -54,121 +52,33 @@ from k3lib.model import Model, Sequence
 from k3lib.disk import Files, MAX_READERS
 from k3lib.trunk import Trunk
 from k3lib.experts import Experts
-from k3lib.memory import parse_size, shown_size, whole_number
-from k3lib.plan import Plan, make_plan
+from k3lib.memory import parse_size, whole_number
+from k3lib.plan import Plan, PlanError, compile_first, make_plan
 from k3lib.pack import Packed
+from k3lib.report import Report, Step, Steps
 from k3lib.state import load_sequence, model_fingerprint, save_sequence
-from k3lib.tokenizer import Tokenizer, open_tokenizer
-
-
-# %% tags=["export"]
-class Step(NamedTuple):
-    "One generated token: its id, the seconds it took, and the bytes read for it by part."
-    token: int
-    seconds: float
-    bytes_read: dict[str, int]
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-    "What a model has decoded so far, and the time, memory and reading that it took. All times are in seconds."
-    model: str
-    synthetic: bool
-    threads: int
-    plan: Plan
-    trunk: str | None  # the folder of a packed trunk, or None
-    ids: list[int]
-    step_seconds: list[float]
-    step_bytes: list[dict[str, int]]  # bytes read in each step, by part
-    wall_seconds: float
-    io_wait_seconds: float
-    peak_rss_bytes: int | None
-    bytes_read: dict[str, int]
-    expert_requests: int
-    expert_hits: int
-    files: dict[str, str]  # file name -> how it is read
-    asked_bytes: int  # of the whole pages that the engine's reads transferred
-    kernel_bytes: int | None  # of this process's read calls, as the system counted them; None if it does not
-    read_bytes_per_second: float  # of one reader, while it reads
-
-    @property
-    def compute_seconds(self) -> float:
-        "Seconds of all forward passes, less those in which the arithmetic waited for bytes."
-        return self.wall_seconds - self.io_wait_seconds
-
-    def as_dict(self) -> dict:
-        "Plain data, ready for JSON."
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {**fields, "plan": self.plan.as_dict(), "compute_seconds": self.compute_seconds}
-
+from k3lib.tokenizer import Tokenizer, ids_argument, is_whole, open_tokenizer
 
 # %% [markdown]
-# As text a report is a table with one line for each quantity.
-
-# %% tags=["export"]
-def _by_part(bytes_read):
-    return ", ".join(f"{part} {shown_size(n)}" for part, n in bytes_read.items())
-
-
-class Report(Report):
-    def text(self) -> str:
-        "The report as a table."
-        rows = [
-            ("model", self.model + " (synthetic weights)" * self.synthetic),
-            ("trunk", "read from the model's own files" if self.trunk is None else f"packed in {self.trunk}"),
-            ("tokens", f"{len(self.ids)} new, {self.threads} threads"),
-            ("seconds a step", self._seconds()),
-            ("wall", f"{self.wall_seconds:.2f} s: {self.compute_seconds:.2f} s computing, "
-                     f"{self.io_wait_seconds:.2f} s waiting for bytes"),
-            ("read", _by_part(self.bytes_read)),
-            ("in the last step", _by_part(self.step_bytes[-1]) if self.step_bytes else "no step yet"),
-            ("read calls", self._read_calls()),
-            ("experts", f"{self.expert_requests} requested, {self.expert_hits} cache hits"),
-            ("files", self._read_modes()),
-            ("peak memory", self._peak()),
-        ]
-        return "\n".join(["report", *(f"  {name:<18}{value}" for name, value in rows)])
-
-
-# %% [markdown]
-# Bytes are counted twice. The engine counts the whole pages that its reads transferred. The system counts what its read
-# calls delivered to this process, which includes other files that were read meanwhile, such as compiled kernels.
-
-# %% tags=["export"]
-class Report(Report):
-    def _seconds(self):
-        first = ", ".join(f"{seconds:.3g}" for seconds in self.step_seconds[:6])
-        return first + ", ..." * (len(self.step_seconds) > 6)
-
-    def _read_calls(self):
-        counted = ("the system keeps no count" if self.kernel_bytes is None
-                   else f"the system counted {shown_size(self.kernel_bytes)}, compiled kernels included")
-        return (f"{shown_size(self.asked_bytes)} in whole pages, {counted}; "
-                f"{shown_size(self.read_bytes_per_second)}/s a reader")
-
-    def _read_modes(self):
-        modes = list(dict.fromkeys(self.files.values()))
-        return "; ".join(f"{list(self.files.values()).count(mode)} {mode}" for mode in modes)
-
-    def _peak(self):
-        if self.peak_rss_bytes is None:
-            return "not told by this system"
-        share = 100 * self.peak_rss_bytes / self.plan.total
-        return f"{shown_size(self.peak_rss_bytes)} ({share:.0f}% of the plan's {shown_size(self.plan.total)})"
-
-
-# %% [markdown]
-# ## 5.22.2 The engine
+# ## 5.26.1 The engine
 #
 # `Engine` is what `load` returns. It owns one sequence and composes the rest: it asks `Model` for a forward pass, and
-# `Trunk`, `Experts` and `Files` for weights and for what was read.
+# `Trunk`, `Experts` and `Files` for weights and for what was read. None of these refers to the engine. So when the last
+# reference to an engine goes, all of them are freed at once: memory, descriptors and readers (5.11.3).
 
 # %% tags=["export"]
+OPEN: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # {id: engine} of the engines that are not closed
+
+
+class EngineError(K3Error, RuntimeError):
+    "A call that a model cannot serve: it is closed, busy, in another process, or its sequence is incomplete."
+
+
 class Engine:
     """A model that decodes under its plan, and the one sequence that it reads. Made by `load`.
 
     Methods that read or change the sequence run one at a time, in the process that made the engine: a second thread
-    and a forked child get a RuntimeError. After an interrupted pass, all of them but reset() and load_state() raise it.
+    and a forked child get an EngineError. After an interrupted pass, all of them but reset() and load_state() raise it.
 
     `config`, `plan`, `tokenizer` (or None), `stop` (the stop ids, which end a reply). `chunk`: the most tokens of a
     forward pass. `on_layer(L)` is called after every layer of every pass. `steps`: a Step for each generated token.
@@ -182,35 +92,37 @@ class Engine:
         self.chunk, self.context = plan.chunk, plan.context
         self.stop = frozenset(self.config.eos_token_ids) | frozenset(self.tokenizer.stop_ids if self.tokenizer else ())
         self.on_layer: Callable[[int], object] = lambda L: None
-        self.steps: list[Step] = []
+        self.steps = Steps(files.bytes_read)
         self._read_calls_before, self._wall_seconds, self._io_wait_seconds = read_calls_before, 0.0, 0.0
         self._process, self._lock, self._closed = os.getpid(), threading.Lock(), False
         self._moves = 0  # calls that may have changed the sequence
         self._fingerprint: str | None = None
         check_vectors(self.config, trunk, files)
-        self.model = Model(self.config, self._embedding, trunk.weight, experts, threads)
+        row = partial(embedding_row, files, self._extent(EMBED))  # a method would refer to the engine
+        self.model = Model(self.config, row, trunk.weight, experts, threads)
         self.sequence = Sequence(self.config, self.context)
+        OPEN[id(self)] = self
 
 
 # %% [markdown]
 # One caller at a time can change a sequence: with two, some layers would have read tokens that others have not. A
 # forked child has a copy of its parent's memory but none of the reader threads, so the child would wait for them for
-# ever. A second thread and a forked child get a RuntimeError at once. A sequence that an interrupted pass has left
+# ever. A second thread and a forked child get an EngineError at once. A sequence that an interrupted pass has left
 # incomplete (5.8) is refused, too.
 
 # %% tags=["export"]
 class Engine(Engine):
     @contextlib.contextmanager
     def _exclusive(self):
-        "Run one call that uses the sequence. RuntimeError in a forked child, after close(), during another call."
+        "Run one call that uses the sequence. EngineError in a forked child, after close(), during another call."
         if os.getpid() != self._process:
-            raise RuntimeError(f"this model belongs to process {self._process}, and a forked process has none of its "
-                               "readers: load a model here")
+            raise EngineError(f"this model belongs to process {self._process}, and a forked process has none of its "
+                              "readers: load a model here")
         if self._closed:
-            raise RuntimeError("this model is closed: load one")
+            raise EngineError("this model is closed: load one")
         if not self._lock.acquire(blocking=False):
-            raise RuntimeError("another call of this model is under way: one at a time, so load a model for each "
-                               "thread")
+            raise EngineError("another call of this model is under way: one at a time, so load a model for each "
+                              "thread")
         try:
             yield
         finally:
@@ -218,8 +130,8 @@ class Engine(Engine):
 
     def _check_complete(self):
         if not self.sequence.complete:
-            raise RuntimeError("a forward pass was interrupted, so some layers have read tokens that others have not: "
-                               "reset() or load_state() first")
+            raise EngineError("a forward pass was interrupted, so some layers have read tokens that others have not: "
+                              "reset() or load_state() first")
 
 
 # %% [markdown]
@@ -236,25 +148,34 @@ class Engine(Engine):
         "Read one id. Returns logits float32 [vocab]. Raises what forward raises."
         return self.prefill([token])
 
+
+# %% tags=["export"]
+class Engine(Engine):
     def forward(self, ids: Iterable[int] | int, last_only: bool = False, watch: Callable | None = None) -> np.ndarray:
         """Read `ids` after the tokens read so far. Returns logits float32 [T, vocab], or [1, vocab] if `last_only`.
 
         The bits do not depend on `chunk`. `watch(name, layer, value)` is called as Model.forward calls it, a chunk at a
-        time. Raises UsageError for values that are no ids or do not fit the context, CheckpointError for weights that
-        cannot be read or are damaged, and RuntimeError as the class says.
+        time. The plan has room for one row of logits; those of all tokens are memory of the caller. Raises UsageError
+        for values that are no ids or do not fit the context, CheckpointError for weights that cannot be read or are
+        damaged, and EngineError as the class says.
         """
+        function_argument("watch", watch)
+        function_argument("on_layer", self.on_layer)
         with self._exclusive():
             self._moves += 1
             tokens = self._checked(ids)
-            began, waited, rows = time.perf_counter(), self._waited(), []
+            began, waited = time.perf_counter(), self._waited()
+            every = None if last_only else np.empty((len(tokens), self.config.vocab_size), np.float32)
             for first in range(0, len(tokens), self.chunk):
                 chunk = tokens[first:first + self.chunk]
                 wanted = len(chunk) if not last_only else int(first + len(chunk) == len(tokens))
-                rows.append(self._pass(chunk, wanted, watch))
+                rows = self._pass(chunk, wanted, watch)
+                if every is not None:
+                    every[first:first + len(chunk)] = rows
             self.files.check()
             self._wall_seconds += time.perf_counter() - began
             self._io_wait_seconds += self._waited() - waited
-            return rows[-1] if last_only else np.concatenate(rows)
+            return rows if every is None else every
 
 
 # %% [markdown]
@@ -263,6 +184,7 @@ class Engine(Engine):
 
 # %% tags=["export"]
 class Engine(Engine):
+    @default_arithmetic()
     def _pass(self, chunk, wanted, watch):
         "One forward pass: logits float32 [wanted, vocab]."
         def watched(name, L, value):
@@ -282,24 +204,33 @@ class Engine(Engine):
 
 
 # %% [markdown]
-# Ids come from people and programs: `[304.5]`, `"123"` and `True` are refused before anything is read.
+# Ids come from people and programs: `[304.5]`, `"123"`, `True` and a set, which has no order, are refused before
+# anything is read. They are kept as four bytes each, and are refused as soon as there are more than the context holds.
 
 # %% tags=["export"]
 class Engine(Engine):
     def _checked(self, ids):
-        "The ids as a list of int. Raises UsageError for a value that is no id or does not fit, and RuntimeError."
+        "The ids as an array of uint32. Raises UsageError for a value that is no id or does not fit, and EngineError."
         self._check_complete()
-        ids = list(ids) if isinstance(ids, Iterable) and not isinstance(ids, (str, bytes)) else [ids]
-        if not ids:
+        tokens, room = array("I"), self.context - self.position
+        for i in [ids] if is_whole(ids) else ids_argument("ids", ids):
+            if not is_whole(i):
+                raise UsageError(f"ids holds {shown_value(i)} at place {len(tokens)}: whole numbers are needed")
+            check_vocabulary([i], self.config)
+            if len(tokens) == room:
+                count = len(ids) if hasattr(ids, "__len__") else f"more than {room}"
+                raise UsageError(f"{self.position} + {count} positions do not fit the context of {self.context} "
+                                 "this model was loaded for")
+            tokens.append(i)
+        if not tokens:
             raise UsageError("the prompt is empty: at least one token id is needed")
-        for i in ids:
-            if not isinstance(i, (int, np.integer)) or isinstance(i, bool):
-                raise UsageError(f"{i!r} is not a token id: whole numbers are needed")
-        check_vocabulary(ids, self.config)
-        if self.position + len(ids) > self.context:
-            raise UsageError(f"{self.position} + {len(ids)} positions do not fit the context of {self.context} "
-                             "this model was loaded for")
-        return [int(i) for i in ids]
+        return tokens
+
+
+@default_arithmetic()
+def most_likely(logits: np.ndarray) -> int:
+    "The id of the largest of `logits`, float32 [vocab]; of equal ones, the first."
+    return int(np.argmax(logits))
 
 
 def check_vocabulary(ids: Iterable[int], config: Config) -> None:
@@ -310,7 +241,7 @@ def check_vocabulary(ids: Iterable[int], config: Config) -> None:
 
 
 # %% [markdown]
-# ## 5.22.3 Greedy decoding
+# ## 5.26.2 Greedy decoding
 #
 # The first pass reads the whole prompt, every later one a single id. The largest logit wins; of equal ones the lower
 # id, which is what `argmax` returns. Decoding ends after `max_new_tokens` or on a stop id (5.21).
@@ -327,15 +258,21 @@ class Engine(Engine):
 
         The sequence is reset when the first id is asked for. `on_logits` is called with each step's logits, float32
         [vocab]. An engine has one sequence: if another call has changed it since the last token, this generator ends
-        with a RuntimeError. Raises what forward raises.
+        with an EngineError. Raises UsageError for a wrong argument at once, and later what forward raises.
         """
+        function_argument("on_logits", on_logits)
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, 1 << 30)
+        return self._generated(ids_argument("ids", ids), max_new_tokens, on_logits)
+
+
+# %% tags=["export"]
+class Engine(Engine):
+    def _generated(self, unread, max_new_tokens, on_logits):
         self.reset()
-        unread = ids
         for _ in range(max_new_tokens):
             began, before = time.perf_counter(), dict(self.files.bytes_read)
             logits = self.prefill(unread)
-            token = int(np.argmax(logits))
+            token = most_likely(logits)
             bytes_read = {part: n - before[part] for part, n in self.files.bytes_read.items()}
             self.steps.append(Step(token, time.perf_counter() - began, bytes_read))
             if on_logits is not None:
@@ -345,8 +282,8 @@ class Engine(Engine):
             if token in self.stop:
                 return
             if self._moves != moves:
-                raise RuntimeError("the model has begun or read another sequence since the last token: one sequence "
-                                   "at a time")
+                raise EngineError("the model has begun or read another sequence since the last token: one sequence "
+                                  "at a time")
             unread = [token]
 
 
@@ -367,7 +304,8 @@ class Engine(Engine):
             self.sequence.reset()
 
     def save_state(self, file: str | os.PathLike) -> None:
-        "Write the sequence to `file`, whole or not at all: a safetensors file (5.20). Raises OSError."
+        "Write the sequence to `file`, whole or not at all: a safetensors file (5.20). Raises OSError, UsageError."
+        file = given_path("file", file)
         with self._exclusive():
             self._check_complete()
             save_sequence(file, self.sequence, self._model_fingerprint())
@@ -375,13 +313,17 @@ class Engine(Engine):
     def load_state(self, file: str | os.PathLike) -> None:
         """Go on with the sequence that save_state has written to `file`, at any budget, number of threads and context.
 
-        Raises FileNotFoundError; StateError for a file that is damaged, or of another model or version; UsageError if
-        the context is too small. After an error the sequence is unchanged or, as load_sequence says, incomplete.
+        Raises MissingFile; StateError for a file that is damaged, or of another model or version; UsageError if the
+        context is too small. After an error the sequence is unchanged or, as load_sequence says, incomplete.
         """
+        file = given_path("file", file)
         with self._exclusive():
             self._moves += 1
             load_sequence(file, self.sequence, self._model_fingerprint())
 
+
+# %% tags=["export"]
+class Engine(Engine):
     def _model_fingerprint(self):
         "The name of this model in saved states (5.20.2), in hex. The first call reads a row of every matrix."
         if self._fingerprint is None:
@@ -397,7 +339,9 @@ class Engine(Engine):
 
 
 # %% [markdown]
-# Closing ends the readers and gives the weights' memory back. The report can still be asked for.
+# Closing ends the readers and gives the weights' memory back. The report can still be asked for. An engine that is
+# dropped without closing gives back the same. But a notebook may refer to it in ways that are easily forgotten: another
+# variable, `Out`, a suspended `generate`.
 
 # %% tags=["export"]
 class Engine(Engine):
@@ -409,6 +353,7 @@ class Engine(Engine):
         if os.getpid() != self._process:
             return
         self._closed = True
+        OPEN.pop(id(self), None)
         self.experts.close()
         self.trunk.close()
         self.files.close()
@@ -434,9 +379,7 @@ class Engine(Engine):
         return Report(
             model=self.source.path, synthetic=self.source.synthetic, threads=self.threads, plan=self.plan,
             trunk=self.source.trunk_folder,
-            ids=[step.token for step in self.steps], step_seconds=[step.seconds for step in self.steps],
-            step_bytes=[step.bytes_read for step in self.steps],
-            wall_seconds=self._wall_seconds, io_wait_seconds=self._io_wait_seconds,
+            steps=self.steps.snapshot(), wall_seconds=self._wall_seconds, io_wait_seconds=self._io_wait_seconds,
             peak_rss_bytes=peak_bytes(), bytes_read=dict(files.bytes_read),
             expert_requests=self.experts.requests, expert_hits=self.experts.hits, files=files.access(),
             asked_bytes=files.bytes_transferred, kernel_bytes=from_kernel,
@@ -444,7 +387,7 @@ class Engine(Engine):
 
 
 # %% [markdown]
-# ## 5.22.4 A number that is not finite
+# ## 5.26.3 A number that is not finite
 #
 # When a product comes out infinite or NaN (1.5), the error names the weight that was taken last and the rows that were
 # multiplied. The engine reads those rows again and says what is wrong: a damaged number in the file, or finite weights
@@ -478,15 +421,15 @@ def check_vectors(config: Config, trunk: Trunk, files: Files) -> None:
 
 
 # %% tags=["export"]
-class Engine(Engine):
-    def _embedding(self, i):
-        "Row i of the embedding, float32 [H]. Raises CheckpointError for a number that is not finite."
-        extent = self._extent(EMBED)
-        row = bf16_to_float32(self.files.array(extent, part_of(EMBED), i, 1)[0])
-        if not np.isfinite(row).all():
-            raise CheckpointError(not_finite_in(self.files, extent, EMBED, i, i + 1))
-        return row
+def embedding_row(files: Files, extent: Extent, i: int) -> np.ndarray:
+    "Row i of the embedding at `extent`, float32 [H]. Raises CheckpointError for a number that is not finite."
+    row = bf16_to_float32(files.array(extent, part_of(EMBED), i, 1)[0])
+    if not np.isfinite(row).all():
+        raise CheckpointError(not_finite_in(files, extent, EMBED, i, i + 1))
+    return row
 
+
+class Engine(Engine):
     def _cause(self, error):
         "One line on a NotFinite: the damaged number in the rows it names, or the tensor where an activation overflows."
         name, L = error.tensor, layer_of(error.tensor)
@@ -508,7 +451,7 @@ class Engine(Engine):
 
 
 # %% [markdown]
-# ## 5.22.5 Loading
+# ## 5.26.4 Loading
 #
 # `load` checks everything that can be checked without reading weights. The config is refused or accepted as a whole
 # (5.3). Every tensor that it implies must be in the headers with its dtype and shape (5.4). The plan must fit the
@@ -534,8 +477,9 @@ class Source(NamedTuple):
 def open_source(path: str | os.PathLike, trunk: str | os.PathLike | None) -> Source:
     """Read and check a checkpoint's config, headers and vocabulary, and a packed trunk's headers in folder `trunk`.
 
-    Raises ConfigError, CheckpointError, TokenizerError and FileNotFoundError.
+    Raises ConfigError, CheckpointError, TokenizerError, MissingFile, and UsageError for what is no path.
     """
+    path, trunk = given_path("path", path), None if trunk is None else given_path("trunk", trunk)
     config, checkpoint = read_config(path), Checkpoint(path)
     check_tensors(config, checkpoint)
     read_from = checkpoint if trunk is None else Packed(checkpoint, forward_order(config), trunk)
@@ -548,6 +492,7 @@ def open_source(path: str | os.PathLike, trunk: str | os.PathLike | None) -> Sou
 # part is put on a stack of parts to close, until the engine owns them all.
 
 # %% tags=["export"]
+@default_arithmetic()
 def start(source: Source, plan: Plan, threads: int, progress: Callable[[int], object] | None) -> Engine:
     "Read the tensors that stay in memory, start the readers, and return the Engine that owns both."
     with contextlib.ExitStack() as opened:
@@ -563,7 +508,50 @@ def start(source: Source, plan: Plan, threads: int, progress: Callable[[int], ob
 
 
 # %% [markdown]
-# `load` is the whole way from a folder to an engine: arguments, headers, plan, weights.
+# What this process holds already is part of the budget. So what nobody uses any more is freed before the plan is made.
+# An engine in a cycle of references, as `on_layer` may make one, waits for the garbage collector. An interactive
+# session keeps the last error and, with it, all variables of the functions that the error came through, the engine
+# among them; those of this package are cleared. An engine that is still bound to a name is in use, even if a notebook
+# cell is about to give the name another value. If the budget is too small because of it, the message says so.
+
+# %% tags=["export"]
+def free_dropped_models() -> None:
+    "Free the models that nobody uses any more, and give their memory back to the system."
+    error = getattr(sys, "last_value", None)  # what an interactive session keeps of the last error that it showed
+    while isinstance(error, BaseException):
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_globals.get("__name__", "").startswith("k3lib."):
+                with contextlib.suppress(RuntimeError):  # a function that still runs
+                    frame.clear()
+                    _ = frame.f_locals  # empties the copy that a debugger has asked for
+        error = error.__context__
+    if OPEN:
+        gc.collect()
+    return_freed_memory()
+    trim_freed_memory()
+
+
+def still_open() -> str:
+    "For a message: which models are open in this process, and what to do about it; '' if none is."
+    engines = [engine for reference in OPEN.valuerefs() if (engine := reference()) is not None]
+    folders = sorted(engine.source.path for engine in engines if engine._process == os.getpid())
+    return f"; part of that are models that are still open, {', '.join(folders)}: close() them first" if folders else ""
+
+
+# %% [markdown]
+# `load` is the whole way from a folder to an engine: arguments, headers, plan, weights. Before a first run another
+# process compiles the kernels (5.18.2), which takes some seconds; a plan that is refused is refused before.
+
+# %% tags=["export"]
+def budget_argument(ram: str | int) -> int:
+    "Bytes of the budget `ram`, a whole number or text. Raises UsageError."
+    if not isinstance(ram, str):
+        return whole_number("ram", ram, 1, 1 << 62)
+    try:
+        return parse_size(ram)
+    except UsageError as error:
+        raise UsageError(f"ram: {error}") from None
+
 
 # %% tags=["export"]
 def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLike | None = None,
@@ -573,32 +561,43 @@ def load(path: str | os.PathLike, ram: str | int = "8GB", trunk: str | os.PathLi
     """An Engine that decodes the checkpoint in folder `path`.
 
     `ram`: the most memory that this process may hold, in bytes or as text ("8GB", "1GiB"). The memory that the process
-    already holds is part of it, that of other models included. Two loads at the same time do not see each other's
-    plans. `context`: positions for which there is room. `prompt_tokens`: the longest prompt, if known; a prefill chunk
-    is never longer. `trunk`: a folder that `k3 pack` has filled from this checkpoint; the trunk is read from there.
+    already holds is part of it, that of other models included. Models that nobody refers to are freed before. Two loads
+    at the same time do not see each other's plans. `context`: positions for which there is room. `prompt_tokens`: the
+    longest prompt, if known; a prefill chunk is never longer. `trunk`: a folder that `k3 pack` has filled from this
+    checkpoint; the trunk is read from there.
 
     `threads`: threads of arithmetic, all cores if None. `readers`: threads that read, never fewer than `threads`;
     `k3 plan --measure` says how many the device can use. `on_plan(plan)` is called before anything large is allocated,
     `progress(nbytes)` after each tensor that is pinned.
 
-    Raises ConfigError, CheckpointError, TokenizerError, PlanError, UsageError and FileNotFoundError.
+    A path is a str or an os.PathLike of one; bytes are none. Raises ConfigError, CheckpointError, TokenizerError,
+    PlanError, UsageError and MissingFile, each of which is a K3Error.
     """
-    return_freed_memory()
-    budget = parse_size(ram)
+    path, trunk = given_path("path", path), None if trunk is None else given_path("trunk", trunk)
+    function_argument("on_plan", on_plan)
+    function_argument("progress", progress)
+    free_dropped_models()
+    budget = budget_argument(ram)
     threads = CORES if threads is None else whole_number("threads", threads, 1, CORES)
     readers = None if readers is None else whole_number("readers", readers, 1, MAX_READERS)
     prompt_tokens = None if prompt_tokens is None else whole_number("prompt_tokens", prompt_tokens, 1, 1 << 30)
     context = whole_number("context", context, 1, 1 << 30)
     source = open_source(path, trunk)
-    plan = make_plan(source.config, source.checkpoint, budget, context, trunk=source.trunk, prompt_tokens=prompt_tokens,
-                     threads=threads, readers=readers)
+    planned = partial(make_plan, source.config, source.checkpoint, budget, context, trunk=source.trunk,
+                      prompt_tokens=prompt_tokens, threads=threads, readers=readers)
+    try:
+        plan = planned()
+        if compile_first():
+            plan = planned()
+    except PlanError as error:
+        raise PlanError(error.least, f"{error}{still_open()}") from None
     if on_plan is not None:
         on_plan(plan)
     return start(source, plan, threads, progress)
 
 
 # %% [markdown]
-# ## 5.22.6 The gate
+# ## 5.26.5 The gate
 #
 # The embedded model, from its folder to the twenty ids that another implementation generated.
 
@@ -610,7 +609,7 @@ print("20 of 20 ids;", len(report.step_seconds), "steps,", report.expert_request
 assert sum(map(len, [report.ids, report.step_bytes])) == 40 and report.io_wait_seconds <= report.wall_seconds
 
 # %% tags=["nbval-ignore-output"]
-print(report.text())
+print(report.text().replace(f"{Path.cwd()}{os.sep}", ""))  # the report has the whole path
 
 # %% [markdown]
 # A second thread is refused while the first is inside a pass, and the first thread's answer stays the same.
@@ -679,4 +678,4 @@ with tempfile.TemporaryDirectory() as scratch:
 # 2. Suspend one `generate` after its first token, run another to its end, and go on with the first. What is the
 #    earliest moment at which the first could notice?
 #
-# Next: [5.23 Whether every byte is the one that was published](23_verify.ipynb).
+# Next: [5.27 Whether every byte is the one that was published](27_verify.ipynb).
