@@ -363,7 +363,7 @@ shutil.rmtree(scratch)
 # | a step of K3's width, five layers, 600 MB | 0.6 s | 1.3 to 1.6 | 1.1 to 1.3 | 1.9 to 2.0 |
 #
 # *Five runs of `python tests/bench_reads.py --rounds 61` and two with `--model DIR --ram 600MB` on the model of
-# 5.32.2, nearly all of it holes; two cores that had other work too, so ranges. Times are multiples of the compiled
+# 5.32.3, nearly all of it holes; two cores that had other work too, so ranges. Times are multiples of the compiled
 # loop's.*
 #
 # So a disk of today does not need the compiled loop: the disk takes the time, and Python spends a third to a half more
