@@ -1,4 +1,6 @@
-"""Execute a notebook and show what its cell tagged `run` prints, as it comes: python book/show_run.py NOTEBOOK EXECUTED
+"""Execute a notebook and show what its cells tagged `run` print, as it comes:
+
+    python book/show_run.py NOTEBOOK EXECUTED
 
 The second name is that of the executed notebook. It is complete before it gets this name, also if a cell has failed, so
 two runs at once never write to one file.
@@ -19,10 +21,10 @@ TAG = "run"
 
 
 class Shown(NotebookClient):
-    "Executes a notebook and calls `show` with what tagged cells print, at once. papermill shows nothing before the end."
+    "Executes a notebook, and calls `show` with what tagged cells print as they print it, which papermill cannot."
 
     def __init__(self, notebook, show):
-        super().__init__(notebook, timeout=None, kernel_name="python3", coalesce_streams=True)
+        super().__init__(notebook, timeout=None, kernel_name="python3")
         self.show = show
 
     def process_message(self, msg, cell, cell_index):

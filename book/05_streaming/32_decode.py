@@ -70,8 +70,8 @@ K3 = read_config(ROOT / "fixtures" / "k3")
 
 # %%
 STORIES = ROOT / "fixtures" / "stories"
-STORY = ("Mia has the white cup. Tom has the blue box. Mia is in the garden. Tom is in the hall. Mia gave the cup to Tom. "
-         "Where is the cup?")
+STORY = ("Mia has the white cup. Tom has the blue box. Mia is in the garden. Tom is in the hall. "
+         "Mia gave the cup to Tom. Where is the cup?")
 PROGRAM = """
 import json, sys
 from k3lib import K3Error, Tokenizer, load
@@ -128,10 +128,11 @@ print(f"model   {folder}: {described(folder)}")
 print(f"prompt  {prompt or ids}\nanswer ", end="", flush=True)
 with tempfile.TemporaryDirectory() as scratch:
     text, report = decode(folder, Path(scratch, "report"))
+first, *others = report["step_seconds"]
 print(f"""
 
 memory  {shown_size(report["peak_rss_bytes"])} at most, of the {shown_size(parse_size(ram))} that were allowed
-time    {report["step_seconds"][0]:.2f} s to the first token, then {np.median(report["step_seconds"][1:] or [0]):.3f} s a token
+time    {first:.2f} s to the first token, then {np.median(others or [0]):.3f} s a token
 read    {shown_size(sum(report["bytes_read"].values()))} of weights""")
 
 # %% [markdown]
