@@ -107,8 +107,8 @@ def test_logits_are_those_of_the_training_framework(model):
         within(f"story {i}, spoken ids", logits[:, spoken], expected["logits"][begin:end], LOGITS)
         total = np.log(np.exp(logits.astype(np.float64)).sum(-1))
         within(f"story {i}, log of the sum over all ids", total, expected["logsumexp"][begin:end], LOGITS)
-        if end <= hidden.shape[1]:
-            within(f"story {i}, all ids", logits, expected["whole_logits"][begin:end], LOGITS)
+        if end <= hidden.shape[1]:  # world.SHOWN
+            within(f"story {i}, all ids", logits, expected["logits_full"], LOGITS)
             for L in range(len(hidden)):
                 layer = np.concatenate(seen["hidden", L])
                 within(f"story {i}, layer {L}", layer, hidden[L, begin:end], 4e-4 * np.abs(hidden[L]).max())

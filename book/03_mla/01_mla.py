@@ -957,6 +957,36 @@ scratch = heads * 4 * (576 + 512 + 16)
 print(f"scratch: {scratch / 1e6:.2f} MB for one token, {TOKENS_AT_ONCE * scratch / 1e6:.2f} MB for eight or more")
 
 # %% [markdown]
+# ## 3.1.10 What a trained head looks at
+#
+# The heads above have random weights. Those of `fixtures/stories` have learned to read very short stories and to answer
+# questions about them. It is a K3 of nine layers, and three of them are MLA. Here the model has read a story, the
+# question and the first words of the answer, "In the", and must now say the place. Each row is a head, each column a
+# word, the color is the weight.
+
+# %%
+import sys
+
+sys.path.insert(0, str(ROOT / "book"))
+import learned
+
+reader = learned.Reader()
+reading = reader.read(f"{learned.world.SHOWN.story} Where is the cup? In the")
+rows = [f"layer {L}, head {h}" for L in reading.mla for h in range(4)]
+looked = np.concatenate([weights[:, -1] for weights in reading.mla.values()])
+assert looked.shape == (12, len(reading.tokens)) and np.allclose(looked.sum(1), 1)
+assert reader.tokenizer.token(int(reading.logits[-1].argmax())) == b" hall"
+
+# %%
+fig, ax = plt.subplots(figsize=(8, 3.4))
+image = ax.imshow(looked, vmin=0, vmax=1, aspect="auto")
+ax.set(yticks=range(12), yticklabels=rows, title='Where each head looks before the model says "hall"')
+ax.set_xticks(range(len(reading.tokens)), [token.strip() for token in reading.tokens], rotation=90)
+fig.colorbar(image, label="weight")
+plt.show()
+
+
+# %% [markdown]
 # ## Summary
 #
 # - Keys and values are linear in a latent of 512, so the query goes to the latent and 576 numbers a position are the
