@@ -8,10 +8,12 @@ The forward pass is k3lib's own: its functions are replaced by ones that call th
 """
 
 import contextlib
+import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import NamedTuple
 from unittest import mock
 
@@ -51,6 +53,27 @@ def held_out_texts(seed: int, each: int) -> list[str]:
     return [f"{example.story} {example.asked[0].text}" for example in world.held_out_examples(seed, each)]
 
 
+class Change(NamedTuple):
+    "A story whose last sentence changes who has a thing. The question asks for it."
+
+    before: str  # the story up to there
+    sentence: str  # " Mia gave the cup to Tom."
+    question: str  # " Who has the cup?"
+    old: str  # the answer before: " Mia"
+    new: str  # the answer after: " Tom"
+
+
+def gifts(seed: int, n: int) -> list[Change]:
+    "`n` held-out stories that end with a gift."
+    random, found = Random(f"gifts {seed}"), list[Change]()
+    while len(found) < n:
+        *before, last = world.make_story(random, world.LONG, held_out=True).sentences
+        if " gave " in last:
+            giver, _, _, thing, _, taker = last.rstrip(".").split()
+            found.append(Change(" ".join(before), f" {last}", f" Who has the {thing}?", f" {giver}", f" {taker}"))
+    return found
+
+
 class Recurrence(NamedTuple):
     "What a KDA layer's recurrence was given: `q`, `k`, `v`, `alpha` float32 [T, heads, d], `beta` [T, heads]."
 
@@ -59,15 +82,6 @@ class Recurrence(NamedTuple):
     v: np.ndarray
     alpha: np.ndarray
     beta: np.ndarray
-
-    def states(self, head: int) -> np.ndarray:
-        "The state of a head after each token, float64 [T, key, value]."
-        S, found = np.zeros((self.q.shape[2],) * 2), []
-        for k, v, alpha, beta in zip(*(x[:, head].astype(np.float64) for x in self[1:])):
-            S = alpha[:, None] * S
-            S = S + beta * np.outer(k, v - S.T @ k)
-            found.append(S)
-        return np.array(found)
 
 
 @dataclass
@@ -127,6 +141,25 @@ class Reader:
             sequence = model.Sequence(self.config, len(ids))
             reading.logits = self.memory.model.forward(ids, sequence, len(ids))
         return reading
+
+    def after(self, text: str, room: int = 32) -> model.Sequence:
+        "The model's state after `text`, with room for more tokens."
+        ids = self.tokenizer.encode(text)
+        sequence = model.Sequence(self.config, len(ids) + room)
+        self.memory.model.forward(ids, sequence, 0)
+        return sequence
+
+    def next_word(self, sequence: model.Sequence, text: str) -> dict[str, float]:
+        "The probability of each word after `text`, which follows what `sequence` has read; it stays as it is."
+        logits = self.memory.model.forward(self.tokenizer.encode(text), copy.deepcopy(sequence), 1)[0]
+        weights = np.exp(logits - logits.max())
+        share = weights / weights.sum()
+        return {
+            word: float(share[self.tokenizer.encode(word)[0]])
+            for words in WORDS.values()
+            for word in (f" {word}" for word in words)
+            if len(self.tokenizer.encode(word)) == 1
+        }
 
     @contextlib.contextmanager
     def _kept(self, reading: Reading) -> Iterator[None]:
