@@ -9,6 +9,7 @@ The forward pass is k3lib's own: its functions are replaced by ones that call th
 
 import contextlib
 import copy
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,19 @@ WORDS = {
 def kind_of(token: str) -> str:
     "The kind of a token's word: a key of WORDS."
     return next(kind for kind, words in WORDS.items() if token.strip() in words)
+
+
+def what_breaks(*names: str) -> str:
+    "Rows of the table that `listen.py --broken` wrote: right answers by kind, as it is and with one thing wrong."
+    table = json.loads((FOLDER / "broken.json").read_text(encoding="utf-8"))
+    rows = {row["name"]: row["right"] for row in table["rows"]}
+    lines = [
+        f"right answers to {table['each']} questions of each kind",
+        " " * 36 + "".join(f"{k:>10}" for k in world.KINDS),
+    ]
+    for name in ("nothing is wrong", *names):
+        lines.append(f"{name:<36}" + "".join(f"{rows[name][kind]:>10.0%}" for kind in world.KINDS))
+    return "\n".join(lines)
 
 
 def held_out_texts(seed: int, each: int) -> list[str]:

@@ -5,10 +5,11 @@ import sys
 
 import numpy as np
 import pytest
-from common import FIXTURES, within
+from common import FIXTURES, same, within
 from safetensors.numpy import load_file
 
 import k3lib
+from k3lib.plan import PlanError
 
 FOLDER = FIXTURES / "stories"
 SIZES = ("SHORT", "MIDDLE", "LONG", "WIDE")
@@ -112,6 +113,25 @@ def test_logits_are_those_of_the_training_framework(model):
             for L in range(len(hidden)):
                 layer = np.concatenate(seen["hidden", L])
                 within(f"story {i}, layer {L}", layer, hidden[L, begin:end], 4e-4 * np.abs(hidden[L]).max())
+
+
+def least_budget():
+    "The smallest budget that load accepts now."
+    with pytest.raises(PlanError) as refused:
+        k3lib.load(FOLDER / "model", ram=1, context=64)
+    return refused.value.least
+
+
+@pytest.mark.parametrize("threads, chunk", [(1, 7), (2, 1)])
+def test_the_same_bytes_at_the_smallest_budget_with_any_threads_and_chunks(model, threads, chunk):
+    example = world.SHOWN
+    ids = model.tokenizer.encode(example.text)
+    model.reset()
+    expected = model.forward(ids)
+    with k3lib.load(FOLDER / "model", ram=least_budget() + 1_000_000, threads=threads, context=64) as small:
+        assert small.plan.pinned_bytes < small.plan.trunk_bytes, "nothing is streamed"
+        rows = [small.forward(ids[at:at + chunk]) for at in range(0, len(ids), chunk)]
+    same(f"{threads} threads, {chunk} tokens at a time", np.concatenate(rows), expected)
 
 
 def test_held_out_questions_are_answered(model):

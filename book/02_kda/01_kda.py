@@ -1119,6 +1119,14 @@ right_.set(ylabel="probability", ylim=(-.05, 1.25))
 right_.legend(ncol=2)
 plt.show()
 
+# %% [markdown]
+# What each part of the layer is worth to this model: `python fixtures/stories/listen.py --broken` makes one thing wrong
+# at a time and counts right answers.
+
+# %%
+print(learned.what_breaks("no decay", "no delta correction", "write strength 1", "no KDA gate", "KDA: gate before norm",
+                          "convolution taps reversed", "KDA state not carried", "no KDA layers"))
+
 
 # %% [markdown]
 # ## Summary

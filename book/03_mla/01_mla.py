@@ -985,6 +985,14 @@ ax.set_xticks(range(len(reading.tokens)), [token.strip() for token in reading.to
 fig.colorbar(image, label="weight")
 plt.show()
 
+# %% [markdown]
+# What each part of the layer is worth to this model: `python fixtures/stories/listen.py --broken` makes one thing wrong
+# at a time and counts right answers.
+
+# %%
+print(learned.what_breaks("no MLA layers", "no MLA gate", "MLA: scale without the extra dims", "MLA: extra dims dropped",
+                          "MLA: extra dims rotated", "MLA: 1e-5 in the latent norms"))
+
 
 # %% [markdown]
 # ## Summary

@@ -545,6 +545,14 @@ ax.set(xticks=range(4), xticklabels=columns, yticks=range(len(labels)), yticklab
 fig.colorbar(image, label="mean weight")
 plt.show()
 
+# %% [markdown]
+# What the mixes are worth to this model: `python fixtures/stories/listen.py --broken` makes one thing wrong at a time
+# and counts right answers.
+
+# %%
+print(learned.what_breaks("residual: a plain sum", "residual: an even mix", "residual: values normed",
+                          "residual: sum not cleared", "residual: last mix missing"))
+
 
 # %% [markdown]
 # ## Summary

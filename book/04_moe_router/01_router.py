@@ -434,6 +434,14 @@ ax.legend()
 plt.show()
 print(f"the bias changes the experts of {(np.sort(chosen) != np.sort(alone)).any(1).mean():.0%} of the words")
 
+# %% [markdown]
+# What the router and the experts are worth to this model: `python fixtures/stories/listen.py --broken` makes one thing
+# wrong at a time and counts right answers.
+
+# %%
+print(learned.what_breaks("router: bias in the weights", "router: no bias", "router: always the first experts",
+                          "no routed experts", "no shared experts"))
+
 
 # %% [markdown]
 # ## Summary
