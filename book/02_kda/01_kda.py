@@ -1057,6 +1057,8 @@ slow = {L: life >= 6 for L, life in half_life.items()}
 lost = {"none": {}, "fast": {L: ~channels for L, channels in slow.items()}, "slow": slow}
 right = {name: reader.accuracy(learned.Forgetful(reader.memory, channels), 10) for name, channels in lost.items()}
 few, many = (sum(int(channels.sum()) for channels in lost[name].values()) for name in ("slow", "fast"))
+assert many > 2 * few
+assert all(right["fast"][kind] >= share - .1 and right["slow"][kind] < share - .3 for kind, share in right["none"].items())
 
 # %%
 fig, (left, middle) = plt.subplots(1, 2, figsize=(9, 3.2))
@@ -1064,12 +1066,14 @@ for L, life in half_life.items():
     left.semilogy(np.sort(life.ravel()), label=f"layer {L}")
 left.axhline(6, ls="--", lw=.8, color="0.4")
 left.axhline(story_length, ls=":", lw=.8, color="0.4")
-left.set(xlabel="channels of a layer, sorted", ylabel="half-life (words)", ylim=(.1, 1e4), title="half-lives")
+left.set(xlabel="channels of a layer, sorted", ylabel="half-life (words)", ylim=(.1, 1e4),
+         title=f"{many} of {few + many} channels lose half within a sentence")
 left.legend(ncol=2)
 for i, (name, share) in enumerate(right.items()):
     label = {"none": "nothing lost", "fast": f"{many} fast channels lost", "slow": f"{few} slow channels lost"}[name]
     middle.bar(np.arange(4) + .26 * (i - 1), [100 * x for x in share.values()], .24, label=label)
-middle.set(xticks=range(4), xticklabels=share, ylabel="right answers (%)", ylim=(0, 150), title="lost")
+middle.set(xticks=range(4), xticklabels=share, ylabel="right answers (%)", ylim=(0, 150),
+           title="What the answers need stands in the slow channels")
 middle.legend()
 plt.show()
 
@@ -1091,6 +1095,7 @@ for case in cases:
             back[i, h] += (max(words, key=words.get) == case.old) / len(cases)
 i, h = np.unravel_index(back.argmax(), back.shape)
 L = list(half_life)[i]
+assert back[i, h] > .8 and np.delete(back.ravel(), 4 * i + h).max() < .3
 
 # %% [markdown]
 # The same for one story, word by word: the state of this head is put back to what it was after each word of the story,
@@ -1106,16 +1111,19 @@ for n in range(1, len(ids) + 1):
     words = reader.next_word(undone, " Who has the cup?")
     for name in told:
         told[name].append(words[name])
+assert told[" Mia"][4] > .9 and told[" Tom"][-1] > .9  # after "cup", after the last word
 
 # %%
 fig, (left, right_) = plt.subplots(1, 2, figsize=(9, 3.2), width_ratios=[1, 2])
 image = left.imshow(100 * back, vmin=0, vmax=100, aspect="auto")
-left.set(xlabel="head", ylabel="layer", xticks=range(4), yticks=range(len(half_life)), yticklabels=half_life)
+left.set(xlabel="head", ylabel="layer", xticks=range(4), yticks=range(len(half_life)), yticklabels=half_life,
+         title=f"Head {h} of layer {L} holds who has it")
 fig.colorbar(image, ax=left, label="old answers (%)")
 for name, share in told.items():
     right_.plot(share, "o-", ms=3, label=name)
 right_.set_xticks(range(len(ids)), [reader.tokenizer.token(i).decode().strip() for i in ids], rotation=90)
-right_.set(ylabel="probability", ylim=(-.05, 1.25))
+right_.set(xlabel="word after which the head's state is taken", ylabel="probability of the answer", ylim=(-.05, 1.25),
+           title='Who has the cup? The answer follows the state of this head')
 right_.legend(ncol=2)
 plt.show()
 

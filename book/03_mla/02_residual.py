@@ -535,13 +535,15 @@ for i in range(len(learned_mix)):
     each = np.concatenate([reading.mixes[i] for reading in readings], axis=1).mean(1)  # the last one is the running sum
     learned_mix[i, :len(each)] = each
 assert np.allclose(np.nansum(learned_mix, 1), 1, atol=1e-5)
+assert (learned_mix[7:17:2, 0] > learned_mix[8:17:2, 0]).all()  # before attention, before feed-forward, of layers 4 to 8
 
 # %%
 fig, ax = plt.subplots(figsize=(6, 4))
 image = ax.imshow(learned_mix, vmin=0, vmax=1, aspect="auto")
 labels = ["0 f", *(f"{L} {half}" for L in range(1, 9) for half in "af"), "head"]
 ax.set(xticks=range(4), xticklabels=columns, yticks=range(len(labels)), yticklabels=labels,
-       xlabel="source: the embedding, or a sum of these layers", ylabel="mix before half-layer", title="Mean weight of each source")
+       xlabel="source: the embedding, or a sum of these layers", ylabel="mix before half-layer",
+       title="From layer 4 on, attention reads more of the embedding than feed-forward")
 fig.colorbar(image, label="mean weight")
 plt.show()
 

@@ -406,13 +406,15 @@ L = 4
 words = np.array([kinds.index(learned.kind_of(token)) for reading in readings for token in reading.tokens])
 chosen = np.concatenate([reading.experts[L] for reading in readings])
 share = np.array([np.bincount(chosen[words == i].ravel(), minlength=32) / (words == i).sum() for i in range(len(kinds))])
+favourite = share.max(1)  # of each kind's words, those that its favourite expert gets
+assert (favourite > .5).sum() > len(kinds) / 2
 order = np.argsort(share.argmax(0) - share.max(0), kind="stable")  # an expert stands at the kind it gets most of
 
 # %%
 fig, ax = plt.subplots(figsize=(8, 3.6))
 image = ax.imshow(share[:, order], vmin=0, vmax=1, aspect="auto")
 ax.set(yticks=range(len(kinds)), yticklabels=kinds, xticks=range(32), xlabel=f"expert of layer {L}",
-       title="The share of each kind of word that each expert gets")
+       title=f"{(favourite > .5).sum()} of {len(kinds)} kinds of words send more than half of their words to one expert")
 ax.set_xticklabels(order, rotation=90)
 fig.colorbar(image, label="share")
 plt.show()
@@ -425,11 +427,14 @@ plt.show()
 alone = np.concatenate([reading.unsteered[L] for reading in readings])
 with_bias, without = (np.bincount(ids.ravel(), minlength=32) / len(words) for ids in (chosen, alone))
 order = np.argsort(-without, kind="stable")
+busiest, then = without.max() * 32 / 4, with_bias.max() * 32 / 4
+assert then < busiest
 fig, ax = plt.subplots()
 ax.bar(range(32), 100 * without[order], color="C5", alpha=.6, label="choice by s")
 ax.step(range(32), 100 * with_bias[order], where="mid", color="C1", label="choice by s + bias")
 ax.axhline(100 * 4 / 32, ls="--", lw=.8, color="C0", label="equal share")
-ax.set(xlabel=f"expert of layer {L}, busiest without bias first", ylabel="words (%)", title="load")
+ax.set(xlabel=f"expert of layer {L}, busiest without bias first", ylabel="words (%)",
+       title=f"The bias evens the load: busiest expert {busiest:.1f} times its share, then {then:.1f}")
 ax.legend()
 plt.show()
 print(f"the bias changes the experts of {(np.sort(chosen) != np.sort(alone)).any(1).mean():.0%} of the words")
