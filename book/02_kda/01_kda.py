@@ -1058,7 +1058,7 @@ lost = {"none": {}, "fast": {L: ~channels for L, channels in slow.items()}, "slo
 right = {name: reader.accuracy(learned.Forgetful(reader.memory, channels), 10) for name, channels in lost.items()}
 few, many = (sum(int(channels.sum()) for channels in lost[name].values()) for name in ("slow", "fast"))
 assert many > 2 * few
-assert all(right["fast"][kind] >= share - .1 and right["slow"][kind] < share - .3 for kind, share in right["none"].items())
+assert all(right["fast"][kind] > share - .15 and right["slow"][kind] < share - .3 for kind, share in right["none"].items())
 
 # %%
 fig, (left, middle) = plt.subplots(1, 2, figsize=(9, 3.2))
