@@ -263,8 +263,8 @@ print(f"one token, 92 x 16: {92 * 16 * weights / 1e9:.1f} G weights, {92 * 16 * 
 # counted: it is the share of right answers that is lost. The training kept the experts' weights in float32 as well; the
 # fixture has what that version answered.
 #
-# Four more versions of the model answer the same held-out questions. One is as trained. Two have coarser grids, which the
-# model has never seen: each of the sixteen codes is replaced by the code of the nearest value that is left. In the
+# Four more versions of the model answer the same held-out questions. One is as trained. Two have coarser grids, which
+# the model has never seen: each of the sixteen codes is replaced by the code of the nearest value that is left. In the
 # fourth the experts are as trained, and the matrices of attention, router, dense and shared path are on the grid, too,
 # though they were trained in bfloat16.
 

@@ -985,8 +985,8 @@ fig.colorbar(image, label="weight")
 plt.show()
 
 # %% [markdown]
-# One story proves nothing. So the same for many held-out stories: how much of its weight does each head give to the word
-# that is the answer, wherever in the story it stands, just before the model must say it?
+# One story proves nothing. So the same for many held-out stories: how much of its weight does each head give to the
+# word that is the answer, wherever in the story it stands, just before the model must say it?
 
 # %%
 on_answer = {}
@@ -996,8 +996,8 @@ for example in learned.world.held_out_examples(4, 15):
         said = question.answer.rpartition(question.word)[0].rstrip()  # "In the", "It is", or nothing
         reading = reader.read(f"{example.story} {question.text} {said}".rstrip())
         is_answer = np.array([token.strip() == question.word for token in reading.tokens])
-        weight = np.concatenate([weights[:, -1] for weights in reading.mla.values()])[:, is_answer].sum(1)
-        on_answer.setdefault(question.text.split()[0], []).append(weight)
+        weight = np.concatenate([weights[:, -1] for weights in reading.mla.values()])[:, is_answer]
+        on_answer.setdefault(question.text.split()[0], []).append(weight.sum(1))
 mean = {asked: np.mean(on_answer[asked], 0) for asked in sorted(on_answer)}
 
 # %%
@@ -1017,9 +1017,8 @@ plt.show()
 # at a time and counts right answers.
 
 # %%
-print(learned.what_breaks("no MLA layers", "no MLA gate", "MLA: scale without the extra dims", "MLA: extra dims dropped",
-                          "MLA: extra dims rotated", "MLA: 1e-5 in the latent norms"))
-
+print(learned.what_breaks("no MLA layers", "no MLA gate", "MLA: scale without the extra dims",
+                          "MLA: extra dims dropped", "MLA: extra dims rotated", "MLA: 1e-5 in the latent norms"))
 
 # %% [markdown]
 # ## Summary

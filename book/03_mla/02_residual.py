@@ -535,7 +535,7 @@ for i in range(len(learned_mix)):
     each = np.concatenate([reading.mixes[i] for reading in readings], axis=1).mean(1)  # the last one is the running sum
     learned_mix[i, :len(each)] = each
 assert np.allclose(np.nansum(learned_mix, 1), 1, atol=1e-5)
-assert (learned_mix[7:17:2, 0] > learned_mix[8:17:2, 0]).all()  # before attention, before feed-forward, of layers 4 to 8
+assert (learned_mix[7:17:2, 0] > learned_mix[8:17:2, 0]).all()  # attention, feed-forward of layers 4 to 8
 
 # %%
 fig, ax = plt.subplots(figsize=(6, 4))
@@ -554,7 +554,6 @@ plt.show()
 # %%
 print(learned.what_breaks("residual: a plain sum", "residual: an even mix", "residual: values normed",
                           "residual: sum not cleared", "residual: last mix missing"))
-
 
 # %% [markdown]
 # ## Summary

@@ -405,7 +405,8 @@ kinds = list(learned.WORDS)
 L = 4
 words = np.array([kinds.index(learned.kind_of(token)) for reading in readings for token in reading.tokens])
 chosen = np.concatenate([reading.experts[L] for reading in readings])
-share = np.array([np.bincount(chosen[words == i].ravel(), minlength=32) / (words == i).sum() for i in range(len(kinds))])
+share = np.array([np.bincount(chosen[words == i].ravel(), minlength=32) / (words == i).sum()
+                  for i in range(len(kinds))])
 favourite = share.max(1)  # of each kind's words, those that its favourite expert gets
 assert (favourite > .5).sum() > len(kinds) / 2
 order = np.argsort(share.argmax(0) - share.max(0), kind="stable")  # an expert stands at the kind it gets most of
@@ -414,7 +415,7 @@ order = np.argsort(share.argmax(0) - share.max(0), kind="stable")  # an expert s
 fig, ax = plt.subplots(figsize=(8, 3.6))
 image = ax.imshow(share[:, order], vmin=0, vmax=1, aspect="auto")
 ax.set(yticks=range(len(kinds)), yticklabels=kinds, xticks=range(32), xlabel=f"expert of layer {L}",
-       title=f"{(favourite > .5).sum()} of {len(kinds)} kinds of words send more than half of their words to one expert")
+       title=f"{(favourite > .5).sum()} of {len(kinds)} kinds of words go to one expert more often than not")
 ax.set_xticklabels(order, rotation=90)
 fig.colorbar(image, label="share")
 plt.show()
@@ -446,7 +447,6 @@ print(f"the bias changes the experts of {(np.sort(chosen) != np.sort(alone)).any
 # %%
 print(learned.what_breaks("router: bias in the weights", "router: no bias", "router: always the first experts",
                           "no routed experts", "no shared experts"))
-
 
 # %% [markdown]
 # ## Summary
