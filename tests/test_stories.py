@@ -13,7 +13,7 @@ from k3lib.plan import PlanError
 
 FOLDER = FIXTURES / "stories"
 SIZES = ("SHORT", "MIDDLE", "LONG", "WIDE")
-LOGITS = 3e-4  # of logits up to 19; 2e-5 was measured: float32 in two orders of summation, on nine layers
+LOGITS = 3e-4  # of logits up to 25; 4e-5 was measured: float32 in two orders of summation, on nine layers
 
 
 def imported(name):
@@ -134,7 +134,14 @@ def test_the_same_bytes_at_the_smallest_budget_with_any_threads_and_chunks(model
     same(f"{threads} threads, {chunk} tokens at a time", np.concatenate(rows), expected)
 
 
+# Of 12 held-out questions of each kind: 12, 11, 12 and 12 were right. README.md of the fixture has the shares of 200.
+RIGHT = {"recency": 11, "recall": 10, "two-fact": 11, "counting": 11}
+
+
 def test_held_out_questions_are_answered(model):
-    heard = [listen.listen(model, example) for example in world.held_out_examples(1, 12)]
-    share = listen.accuracy(heard)
-    assert sum(share.values()) / len(share) >= 0.65, share  # fixtures/stories/README.md has the figures of each kind
+    share = listen.accuracy(listen.listen(model, example) for example in world.held_out_examples(1, 12))
+    assert all(share[kind] >= right / 12 for kind, right in RIGHT.items()), share
+
+
+def test_what_make_decode_shows_is_right(model):
+    assert listen.listen(model, world.SHOWN).right
