@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -49,9 +49,14 @@ def kind_of(token: str) -> str:
     return next(kind for kind, words in WORDS.items() if token.strip() in words)
 
 
+def broken_table() -> dict[str, Any]:
+    "The table that `listen.py --broken` wrote."
+    return json.loads((FOLDER / "broken.json").read_text(encoding="utf-8"))
+
+
 def what_breaks(*names: str) -> str:
     "Rows of the table that `listen.py --broken` wrote: right answers by kind, as it is and with one thing wrong."
-    table = json.loads((FOLDER / "broken.json").read_text(encoding="utf-8"))
+    table = broken_table()
     rows = {row["name"]: row["right"] for row in table["rows"]}
     lines = [
         f"right answers to {table['each']} questions of each kind",

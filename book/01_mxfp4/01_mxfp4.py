@@ -313,7 +313,7 @@ grids = {"as trained": reader.memory,
          "all others: three values": reader.changed(lambda w: on_the_grid(w, coarser([0, 3])), is_other_matrix)}
 right = {name: reader.accuracy(model) for name, model in grids.items()}
 mean = [np.mean(list(share.values())) for share in right.values()]
-assert max(mean[:3]) - min(mean[:3]) < .1 and mean[3] < mean[0] - .3
+assert max(mean[:3]) - min(mean[:3]) < .1 and mean[3] < mean[0] - .1
 
 # %%
 fig, ax = plt.subplots(figsize=(7, 3))
