@@ -28,7 +28,8 @@ class Shown(NotebookClient):
         self.show = show
 
     def process_message(self, msg, cell, cell_index):
-        if msg["msg_type"] == "stream" and TAG in cell.metadata.get("tags", []):
+        printed = msg["msg_type"] == "stream" and msg["content"]["name"] == "stdout"
+        if printed and TAG in cell.metadata.get("tags", []):
             self.show(msg["content"]["text"], end="")
         return super().process_message(msg, cell, cell_index)
 

@@ -241,7 +241,7 @@ def test_an_executed_notebook_is_shown_in_any_encoding(tmp_path):
 
 
 def test_of_a_notebook_only_the_run_is_shown_and_a_cell_that_fails_is_told_in_one_line(tmp_path):
-    cells = [("print('an experiment')", []), ("print('the answer')", ["run"]), ("raise SystemExit('no room')", []),
+    cells = [("print('an experiment')", []), ("print('the answer')", ["run"]), ("raise SystemExit('no room')", ["run"]),
              ("print('never')", ["run"])]
     run, executed = shown_notebook(tmp_path, cells)
     assert run.returncode == 1 and run.stderr.endswith(b"n.ipynb: a cell failed: no room\n"), run.stderr
