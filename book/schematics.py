@@ -477,9 +477,9 @@ def kda(config: Config) -> Schematic:
         d.tag(left + w / 2, 25.2, name)
     lines = (
         "S fades: each key channel by its own α",
-        "recall: r = Sᵀk, what S holds under k",
-        "error: v − r, what is new in v",
-        "write: S gains β k (v − r)ᵀ",
+        r"recall: $\hat{v} = S^T k$, what S holds under k",
+        r"error: $v - \hat{v}$, what is new in v",
+        r"write: S gains $β\, k\, (v - \hat{v})^T$",
         "read: o = Sᵀq / √" + f"{d_k}",
     )
     d.write(state.x + state.w / 2, 29.4, f"state S of a head, {d_k} × {d_k} numbers", state, BIG, weight="bold")
@@ -503,9 +503,10 @@ def kda(config: Config) -> Schematic:
         f"and v of {heads} heads times {d_k}, the input of the decay, one number a head for beta, and the gate. q, k "
         f"and v pass a convolution over the last {c.kda_conv_kernel} inputs of each channel and SiLU; q and k are then "
         f"scaled to length 1. The decay alpha lies between e to the power {c.kda_gate_lower_bound:g} and 1 for each "
-        f"key channel. Each head has a state S of {d_k} times {d_k} numbers, and five steps: S fades by alpha; r is "
-        f"what S holds under k; v minus r is the error; S gains beta times k times the error; o is read under q. o is "
-        f"normed for each head, multiplied by the gate, and brought back to {count(c.hidden_size)} numbers by o_proj.",
+        f"key channel. Each head has a state S of {d_k} times {d_k} numbers, and five steps: S fades by alpha; it "
+        "recalls what it holds under k; v minus that is the error; S gains beta times k times the error; o is read "
+        "under q. o is normed for each head, multiplied by the gate, and brought back to "
+        f"{count(c.hidden_size)} numbers by o_proj.",
     )
 
 

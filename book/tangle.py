@@ -3,11 +3,12 @@
     python book/tangle.py                      write k3lib/*.py from the cells tagged `export` (seconds)
     python book/tangle.py --tidy               the same, take out of chapters what Jupyter's save put in, wrap prose at
                                                120 columns, and make the links to neighbours anew (seconds)
-    python book/tangle.py --run 02_kda/01_kda  the same as without option, then execute the chapters whose path
+    python book/tangle.py --run 02_kda/02_kda  the same as without option, then execute the chapters whose path
                                                contains that text and write their .ipynb
     python book/tangle.py --run all            execute every chapter (minutes)
     python book/tangle.py --check              change nothing; name whatever is stale and the command that mends it
     python book/tangle.py --graph [dot]        print what each module of k3lib imports and how long its code is
+    python book/tangle.py --claims TEXT        print what the prose of those chapters claims, and what computes it
 
 The rules of the book that this file enforces:
 
@@ -21,7 +22,12 @@ The rules of the book that this file enforces:
   1.2.2 and so on.
 - The paragraph of a chapter's first cell that links to the contents links to the chapters before and after, with their
   titles. `--tidy` writes it. Every other link to a chapter, and every number of a chapter or section in the prose, must
-  be that of one that exists.
+  be that of one that exists. `--tidy` turns such a number into a link, [1.2.3], whose target stands at the end of its
+  cell. A number after the word "section" is one of another work.
+- A claim ends with a mark that a reader does not see: 434 MB<!--claim state-->. A line of code of the same chapter ends
+  with the comment `# claim state`. That line asserts the claim, or the output of its cell contains the last number
+  of the sentence before the mark.
+- Answers to exercises are notebooks in book/answers/, one for each folder of chapters. They export nothing.
 """
 
 import argparse
@@ -62,6 +68,11 @@ class Refused(Exception):
 def sources():
     "The paths of all chapters, in reading order."
     return sorted([*BOOK.glob("[0-9]*.py"), *BOOK.glob("[0-9]*/[0-9]*.py")])
+
+
+def answers():
+    "The paths of all notebooks of answers."
+    return sorted(BOOK.glob("answers/[0-9]*.py"))
 
 
 def place(path):
@@ -346,6 +357,7 @@ def execute(source):
 
 
 ITEM = r"([-*+]|\d+[.)]) +"  # what begins an item of a list
+TARGET = r"\[\d+\.\d+(?:\.\d+)?\]: "  # what begins the line that says where a link like [1.2.3] leads
 
 
 def paragraphs(prose):
@@ -353,7 +365,7 @@ def paragraphs(prose):
     lines, fence = [], None
     for line in [*prose.splitlines(), ""]:
         mark = line.strip()[:2] if line.startswith(("```", "$$")) else None
-        fixed = fence or mark or not line.strip() or re.match(r"[#|>]|!\[", line)
+        fixed = fence or mark or not line.strip() or re.match(r"[#|>]|!\[|" + TARGET, line)
         if lines and (fixed or re.match(r"\s*" + ITEM, line)):
             yield lines, not any(line.endswith(("  ", "\\")) for line in lines)
             lines = []
@@ -361,7 +373,9 @@ def paragraphs(prose):
             yield [line], False
         else:
             lines.append(line)
-        if mark and (fence == mark or not fence and not line[2:].rstrip().endswith("$$")):
+        if fence == "$$" and line.rstrip().endswith("$$"):
+            fence = None
+        elif mark and (fence == mark or not fence and not line[2:].rstrip().endswith("$$")):
             fence = None if fence else mark
 
 
@@ -387,9 +401,9 @@ def wrapped(prose):
 
 
 def wide_lines(source):
-    "Sentences: the lines of a chapter that are too long, rows of tables left out."
+    "Sentences: the lines of a chapter that are too long, rows of tables and targets of links left out."
     for n, line in enumerate(read(source).splitlines(), 1):
-        if len(line) > WIDTH and not line.startswith("# |"):
+        if len(line) > WIDTH and not re.match(r"# (\||" + TARGET + ")", line):
             yield f"{place(source)}:{n} has {len(line)} columns, more than {WIDTH}"
 
 
@@ -429,6 +443,58 @@ def with_navigation(source, prose):
     return NAVIGATION.sub(lambda _: navigation(source), prose, count=1)
 
 
+@functools.cache
+def targets_of(text):
+    "The numbers of a chapter's sections and the places of their headings, as JupyterLab and the site name them."
+    prose = "\n".join(cell.source for cell in parsed(text).cells if cell.cell_type == "markdown")
+    headings = re.findall(r"^## ((\d+\.\d+\.\d+)\b.*?) *$", prose, re.M)
+    return {found: heading.replace("`", "").replace(" ", "-") for heading, found in headings}
+
+
+def targets(source):
+    "Where links from a chapter lead: {number of a chapter or section: relative path and place}."
+    found = {}
+    for other in sources():
+        path = Path(os.path.relpath(other.with_suffix(".ipynb"), source.parent)).as_posix()
+        page = "" if other == source else path
+        found |= {number(other): path} | {n: f"{page}#{at}" for n, at in targets_of(read(other)).items()}
+    return found
+
+
+NO_LINKS = re.compile(
+    r"(```.*?```|`[^`]*`|\$\$.*?\$\$|\$[^$]*\$|\[[^\]]*\](?:\([^)]*\))?|<!--.*?-->|^#.*?$)", re.M | re.S
+)
+SECTION = re.compile(r"(?<![\d.])(?<!section )\d+\.\d+\.\d+(?!\.?\d)")
+NAMED = r"\d+\.\d+(?!\.?\d)(?: \([^)]*\))?"  # a chapter's number, and what it is about
+CHAPTERS = re.compile(rf"\b[Cc]hapters? {NAMED}(?:(?:, | and | to | or ){NAMED})*".replace(" ", r"\s"))
+
+
+def linked_numbers(source, prose, new=True):
+    """A cell's Markdown with a target for each link like [1.2.3].
+
+    With `new`, the numbers of sections, and of chapters after the word "chapter", become such links.
+    """
+    if not re.search(r"\d\.\d", prose):
+        return prose
+    known = targets(source)
+    lines = [line for line in prose.splitlines() if not re.match(TARGET, line)]
+    prose = "\n".join(lines).rstrip("\n") if len(lines) < len(prose.splitlines()) else prose
+
+    def bracket(found):
+        return f"[{found[0]}]" if found[0] in known else found[0]
+
+    if new:
+        parts = NO_LINKS.split(prose)
+        for i in range(0, len(parts), 2):
+            text = CHAPTERS.sub(lambda found: re.sub(r"\d+\.\d+", bracket, found[0]), parts[i])
+            parts[i] = SECTION.sub(bracket, text)
+        prose = "".join(parts)
+    plain = re.sub(r"```.*?```|`[^`]*`|\$[^$]*\$", "", prose, flags=re.S)
+    named = re.findall(r"\[(\d+\.\d+(?:\.\d+)?)\](?![(:])", plain)
+    lines = [f"[{n}]: {known[n]}" for n in dict.fromkeys(named) if n in known]
+    return prose + ("\n\n" + "\n".join(lines) if lines else "")
+
+
 def prose_of(path):
     "The Markdown of a chapter, code left out, or of a Markdown file."
     if path.suffix == ".md":
@@ -439,6 +505,7 @@ def prose_of(path):
 def wrong_links(path):
     "Sentences: links to files or chapters that do not exist, or to chapters of another number than the link says."
     chapters = {source.resolve(): number(source) for source in sources()}
+    chapters |= dict.fromkeys((source.resolve() for source in answers()), "answers")
     for text, target in re.findall(r"\[([^\]]*)\]\(([^)#:\s]+)(?:#[^)\s]*)?\)", prose_of(path)):
         if not target.endswith(".ipynb"):
             if not (path.parent / target).exists():
@@ -470,8 +537,8 @@ def wrong_numbers():
             for found, n in zip(chapters[own], expected)
             if found != n
         )
-        named = re.findall(r"\b[Cc]hapters? (\d+\.\d+)(?!\.?\d)", prose_of(source))
-        numbers = re.findall(r"(?<![\d.])(\d+\.\d+)(\.\d+)(?!\.?\d)", prose_of(source))
+        named = re.findall(r"\b[Cc]hapters? \[?(\d+\.\d+)(?!\.?\d)", prose_of(source))
+        numbers = re.findall(r"(?<![\d.])(?<!section )(\d+\.\d+)(\.\d+)(?!\.?\d)", prose_of(source))
         named += [chapter + section for chapter, section in numbers if chapter in chapters]
         for missing in dict.fromkeys(n for n in named if n not in known):
             yield f"{place(source)} names {missing}, which does not exist"
@@ -486,8 +553,8 @@ def tidy_source(source):
     nb.metadata = nbformat.from_dict({"jupytext": FILTERS})
     for cell in nb.cells:
         if cell.cell_type == "markdown":
-            cell.source = wrapped(cell.source)
-        if cell is nb.cells[0]:
+            cell.source = wrapped(linked_numbers(source, cell.source))
+        if cell is nb.cells[0] and source in sources():
             cell.source = with_navigation(source, cell.source)
         cell.metadata = nbformat.from_dict({"tags": cell.metadata.tags} if "tags" in cell.metadata else {})
     return jupytext.writes(nb, fmt="py:percent")
@@ -522,7 +589,7 @@ def tidy():
     for path in tree_texts():
         if not path.is_relative_to(BOOK.parent / "fixtures") and not holds(path, text := read(path)):
             write(path, text)
-    for source in sources():
+    for source in [*sources(), *answers()]:
         if not holds(source, text := tidy_source(source)):
             write(source, text)
         path = source.with_suffix(".ipynb")
@@ -541,9 +608,11 @@ def stale_chapter(source):
     "Pairs: what is wrong with the chapter or its .ipynb, and the command that mends it."
     if has_metadata(source):
         yield f"{place(source)} holds metadata that Jupyter saved", "make tidy"
-    first = chapter(source).cells[0].source
-    if with_navigation(source, first) != first:
+    prose = [cell.source for cell in chapter(source).cells if cell.cell_type == "markdown"]
+    if source in sources() and with_navigation(source, prose[0]) != prose[0]:
         yield f"{place(source)} has stale links to its neighbours", "make tidy"
+    if any(linked_numbers(source, text, new=False) != text for text in prose):
+        yield f"{place(source)} has stale links to chapters or sections", "make tidy"
     path = source.with_suffix(".ipynb")
     if not path.exists():
         yield f"{place(path)} is missing", run_command(source)
@@ -598,8 +667,107 @@ def check(texts):
     for path in sorted(PACKAGE.glob("*.py")):
         if path.stem not in {*texts, *HAND_WRITTEN}:
             yield f"{place(path)} has no chapter", f"git rm {place(path)}"
-    for source in sources():
+    for source in [*sources(), *answers()]:
         yield from stale_chapter(source)
+
+
+# The claims
+
+
+MARK = re.compile(r"<!--claim ([^>]+?)-->")
+FIGURE = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?")  # a number, as 1,024 or 0.43
+COMPARED = re.compile(r"\b(?:faster|slower|larger|smaller|longer|shorter|more|less|fewer|better|worse|times as)\b")
+
+
+def figures(text):
+    "The numbers in a text, without commas."
+    return [found.replace(",", "") for found in FIGURE.findall(text)]
+
+
+def sentences(prose):
+    "The sentences of a cell's Markdown, each with its claim's name, or None; formulas, code and tables left out."
+    prose = re.sub(r"^[|#][^\n]*|^" + TARGET + r"[^\n]*|```.*?```|\$\$.*?\$\$", "", prose, flags=re.M | re.S)
+    prose = re.sub(r"\$[^$]*\$|`[^`]*`", "…", NAVIGATION.sub("", prose).replace("\n> ", "\n"))
+    prose = re.sub(r"\[([^\]]*)\](?:\([^)]*\))?", r"\1", prose)
+    for paragraph in re.split(r"\n\s*\n|\n(?=[-*\d])", prose):
+        text = " ".join(paragraph.split())
+        for sentence in re.split(r"(?<=[.:?])(?:\*\*)? +(?=[A-Z*])|(?<=-->) ?", text):
+            if sentence.strip():
+                name = MARK.search(sentence)
+                yield MARK.sub("", sentence).strip(), name and name[1]
+
+
+def outputs_text(cell):
+    "What a code cell has printed."
+    texts = [o.get("text") or o.get("data", {}).get("text/plain", "") for o in cell.get("outputs", [])]
+    return "".join(texts)
+
+
+def claims(source):
+    """What the prose of a chapter claims: (sentence, name or None, what computes it or None, fault or None).
+
+    Without a mark, a sentence has no name. It is listed if it has a number or compares.
+    """
+    path = source.with_suffix(".ipynb")
+    cells = (nbformat.reads(read(path), 4) if path.exists() else chapter(source)).cells
+    lines = {}  # name of a claim -> [(line, cell)]
+    for cell in code_cells(chapter(source)):
+        ran = next((c for c in cells if c.cell_type == "code" and c.source == cell.source), cell)
+        for line in cell.source.splitlines():
+            if found := re.search(r"# claim (.+?) *$", line):
+                lines.setdefault(found[1], []).append((line[: found.start()].strip(), ran))
+    printed = [(cell, set(figures(outputs_text(cell)))) for cell in cells if cell.cell_type == "code"]
+    for cell in chapter(source).cells:
+        for sentence, name in sentences(cell.source) if cell.cell_type == "markdown" else ():
+            if name is None:
+                named = CHAPTERS.sub("", SECTION.sub("", sentence))
+                if found := [n for n in figures(named) if len(n) > 1]:
+                    where = next(
+                        (f"printed by: {c.source.splitlines()[0]}" for c, seen in printed if found[-1] in seen), None
+                    )
+                    yield sentence, None, where, None
+                elif COMPARED.search(sentence):
+                    yield sentence, None, None, None
+                continue
+            made = lines.pop(name, [])
+            if len(made) != 1:
+                yield sentence, name, None, f"{len(made)} lines of code end with `# claim {name}`, expected one"
+                continue
+            (line, ran), stated = made[0], figures(sentence)[-1:]
+            if line.startswith("assert "):
+                fault = None
+            elif not stated:
+                fault = "has no number, and its line of code is no assertion"
+            elif stated[0] in figures(outputs_text(ran)):
+                fault = None
+            else:
+                fault = f"says {stated[0]}, which the cell of `{line[:60]}` does not print"
+            yield sentence, name, line, fault
+    for name, made in lines.items():
+        yield "", name, made[0][0], "no sentence has this mark"
+
+
+def wrong_claims(source):
+    "Sentences: claims of a chapter whose number is not the one that their cell prints, or whose cell is missing."
+    for _, name, _, fault in claims(source):
+        if fault:
+            yield f"{place(source)}: claim {name}: {fault}"
+
+
+def print_claims(text):
+    "Print the claims of the chapters whose path contains `text`: the marked ones first. Exit code 1 if one is wrong."
+    wrong = False
+    for source in [*sources(), *answers()]:
+        if text != "all" and text not in place(source):
+            continue
+        found = list(claims(source))
+        print(f"{place(source)}: {sum(name is not None for _, name, *_ in found)} claims are marked")
+        for sentence, name, line, fault in sorted(found, key=lambda claim: claim[1] is None):
+            wrong |= bool(fault)
+            print(
+                f"  {'WRONG ' if fault else ''}{name or '-'}: {sentence}\n      {fault or line or 'not computed here'}"
+            )
+    sys.exit(1 if wrong else 0)
 
 
 # The graph
@@ -676,6 +844,9 @@ def main(arguments=None):
     args.add_argument("--run", metavar="TEXT", help="execute chapters whose path contains TEXT, or `all`")
     args.add_argument("--tidy", action="store_true", help="one form for all chapters, links to neighbours made anew")
     args.add_argument("--check", action="store_true", help="change nothing, name what is stale")
+    args.add_argument(
+        "--claims", metavar="TEXT", help="print the claims of chapters whose path contains TEXT, or `all`"
+    )
     args.add_argument("--graph", nargs="?", const="text", choices=("text", "dot"), help="print the import graph")
     try:
         make(args.parse_args(arguments))
@@ -687,13 +858,16 @@ def make(args):
     "Do what the command line asks."
     if args.graph:
         graph(args.graph)
+    if args.claims:
+        print_claims(args.claims)
     if args.tidy:
         tidy()
     texts, wrong = modules()
     if args.check:
-        wrong += [sentence for source in sources() for sentence in wide_lines(source)]
+        wrong += [sentence for source in [*sources(), *answers()] for sentence in wide_lines(source)]
+        wrong += [sentence for source in [*sources(), *answers()] for sentence in wrong_claims(source)]
         documents = [path for where in ("*.md", "book/*.md", "fixtures/*/*.md") for path in BOOK.parent.glob(where)]
-        wrong += [sentence for path in (*sorted(documents), *sources()) for sentence in wrong_links(path)]
+        wrong += [sentence for path in (*sorted(documents), *sources(), *answers()) for sentence in wrong_links(path)]
         wrong += wrong_numbers()
         stale = list(check(texts))
         commands = dict.fromkeys(f"run: {command}" for _, command in stale)
@@ -705,7 +879,7 @@ def make(args):
             # two exports within a second may give files of one size: Python would run the .pyc of the first
             Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
     print("".join(f"{sentence}\n" for sentence in wrong), end="", file=sys.stderr)
-    for source in sources():
+    for source in [*sources(), *answers()]:
         if args.run and (args.run == "all" or args.run in place(source)):
             print(f"running {place(source)}", flush=True)
             execute(source)

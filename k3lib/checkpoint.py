@@ -6,15 +6,15 @@ Made from book/05_streaming/07_checkpoint.py: edit that, then run `make export`.
 import os
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import numpy as np
 
 from k3lib.census import Census, Contiguity, census, contiguity
 from k3lib.config import Config
 from k3lib.fileio import (
-    CheckpointError, Fingerprint, MissingFile, ResourceError, Unusual, fingerprint, given_path, json_object, open_shard,
-    read_exactly, read_fault, shown_value, wrong_argument,
+    CheckpointError, Fingerprint, MissingFile, ResourceError, Unusual, UsageError, fingerprint, given_path, json_object,
+    open_shard, read_exactly, read_fault, shown_value, wrong_argument,
 )
 from k3lib.header import ARRAY_DTYPES, NUMBER_MASK, Extent, TensorIndex, read_header, tensor_fault
 from k3lib.system import allow_open_files, open_files_shortage
@@ -265,6 +265,10 @@ class Checkpoint:
 
     def __del__(self) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        "Neither copied nor pickled: two objects would close the same files. Raises UsageError."
+        raise UsageError(f"a Checkpoint holds open files, so it has no copies: open {self.path} again")
 
     def __len__(self) -> int:
         return len(self.index)

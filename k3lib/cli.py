@@ -15,10 +15,10 @@ from pathlib import Path
 
 from k3lib.arguments import parsed
 from k3lib.config import is_synthetic, read_config
-from k3lib.display import Display, OutputLost, ReaderLeft, complain, progress_bar
+from k3lib.display import Display, OutputLost, ReaderLeft, complain, printable, progress_bar
 from k3lib.fileio import CheckpointError, K3Error, MissingFile, UsageError, whole_file
 from k3lib.memory import parse_size, shown_size, whole_number
-from k3lib.system import disk_bytes, make_nonblocking
+from k3lib.system import disk_bytes, make_nonblocking, memory_limits
 
 # Commands: each one has its output as args.show
 
@@ -32,7 +32,7 @@ def _run(args, **options):
     from k3lib.run import decode, quietly
 
     files, written = options.pop("files"), args.show
-    check_outputs(args.model, *files.values(), options.get("save_state"))
+    check_outputs(args.model, *files.values(), options.get("save_state"), read=[args.prompt_file])
     args.results = Results(**files, out=written)
     options |= {name: getattr(args, name) for name in ("max_new_tokens", "ram", "trunk", "threads", "readers", "stop")}
     options |= {"write": quietly if "-" in files.values() else written, "sampling": _sampling(args)}
@@ -155,9 +155,9 @@ def _census(args):
     check_outputs(args.model, args.json)
     config = read_config(args.model)
     census = Checkpoint(args.model).census(config=config)
-    if args.json is not None:
-        write_json(args.json, census.as_dict())
-    args.show(census.table() + "\nsynthetic weights" * is_synthetic(args.model))
+    with _shown_after(lambda: args.show(census.table() + "\nsynthetic weights" * is_synthetic(args.model))):
+        if args.json is not None:
+            write_json(args.json, census.as_dict())
 
 
 def _verify(args):
@@ -171,22 +171,47 @@ def _verify(args):
         return _verify_trunk(args)
     config, target = read_config(args.model), args.write_manifest
     target = Path(manifest_path(args.model) if target is True else target) if target else None
-    check_outputs(args.model, args.json, target)
+    check_outputs(args.model, args.json, target, read=[] if args.write_manifest else [args.manifest])
     progress = partial(progress_bar, unit="B", desc="hashing", unit_scale=True)
     manifest, every = target or args.manifest, bool(target)
     found = verify(args.model, config, check_tensors, manifest, every, show=args.show, progress=progress)
-    if args.json is not None:
-        write_json(args.json, found.as_dict())
-    if target and not found.damaged:
-        with whole_file(target) as file:
-            file.write(manifest_text(found.hashes).encode())
-    args.show(found.text())
-    if found.damaged:
-        more, unwritten = " ..." * (len(found.damaged) > 1), f"; {target} is not written" if target else ""
-        raise CheckpointError(f"{len(found.damaged)} damaged: {next(iter(found.damaged.values()))}{more}{unwritten}")
+    verdict = _verdict(found.damaged, target and f"; {target} is not written")
+    with _shown_after(lambda: args.show(found.text()), verdict):
+        if args.json is not None:
+            write_json(args.json, found.as_dict())
+        if target and not found.damaged:
+            with whole_file(target) as file:
+                file.write(manifest_text(found.hashes).encode())
     if target:
         readers = "`k3 verify` or, in the model's folder, `sha256sum -c`"
         args.show(f"{target}: the hashes of {len(found.hashes)} files, to be read by {readers}")
+
+
+@contextlib.contextmanager
+def _shown_after(show, verdict=None):
+    """A `with` block that saves results; then show() is called, also if they cannot be saved, and `verdict` is raised.
+
+    A disk that is full must not hide what the command has found. Without a verdict the error of the block is raised.
+    """
+    failed = None
+    try:
+        yield
+    except OSError as error:
+        failed = error
+    show()
+    if verdict is not None and failed is not None:
+        verdict.add_note(f"not saved: {failed}")
+    outcome = verdict or failed
+    if outcome is not None:
+        raise outcome
+
+
+def _verdict(damaged, more):
+    "The error for what is damaged, {name: fault}; None if nothing is."
+    if not damaged:
+        return None
+    text = f"{len(damaged)} damaged: {next(iter(damaged.values()))}{' ...' * (len(damaged) > 1)}"
+    return CheckpointError(text + (more or ""))
 
 
 def _verify_trunk(args):
@@ -198,11 +223,9 @@ def _verify_trunk(args):
     with progress_bar(nbytes, "B", desc="comparing", unit_scale=True) as bar:
         wrong = verify_packed(checkpoint, names, args.trunk, args.show, bar.update)
     found = {"model": args.model, "trunk": args.trunk, "tensors": len(names), "bytes": nbytes, "damaged": wrong}
-    if args.json is not None:
-        write_json(args.json, found)
-    if wrong:
-        more = " ..." * (len(wrong) > 1)
-        raise CheckpointError(f"{len(wrong)} damaged: {next(iter(wrong.values()))}{more}: pack this checkpoint again")
+    with _shown_after(lambda: None, _verdict(wrong, ": pack this checkpoint again")):
+        if args.json is not None:
+            write_json(args.json, found)
     args.show(f"{args.trunk}: {len(names)} tensors of {shown_size(nbytes)}, each byte equal to {args.model}'s")
 
 
@@ -273,7 +296,8 @@ COMMANDS: dict[str, Callable] = {
 
 # Signals
 
-STOPPING = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+_WORDS = {"SIGINT": "interrupted", "SIGTERM": "terminated", "SIGHUP": "hung up", "SIGXCPU": "out of processor time"}
+STOPPING = {getattr(signal, name): word for name, word in _WORDS.items() if hasattr(signal, name)}
 GRACE = 1.4  # seconds from a signal to the end of the process, whatever it is doing but saving
 SAVING = 60  # seconds more for what the run has made to be saved
 _received: list[int] = []  # the signals that this command has received
@@ -282,7 +306,7 @@ _raises = False  # whether a signal raises KeyboardInterrupt: only while a comma
 
 @contextlib.contextmanager
 def _stopping(args) -> Iterator[list[int]]:
-    """Listen to SIGINT and SIGTERM: the first one is written down, later ones do nothing. Yields the list that
+    """Listen to the signals in STOPPING: the first one is written down, later ones do nothing. Yields the list that
     holds it.
 
     Python runs a signal's handler between two instructions of the main thread. During a read that stalls or a kernel
@@ -428,7 +452,7 @@ def _main(args, run, received):
             raise
         code, text = _outcome(error, received)
         if not isinstance(error, ReaderLeft):
-            talk(f"k3 {args.command}: {text}")
+            talk(f"k3 {args.command}: {printable(text)}")
         return code
 
 
@@ -457,6 +481,9 @@ def _outcome(error, received):
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return 2, f"{error}{notes}"
     text = str(error) or "this process can have no more memory" * isinstance(error, MemoryError)
+    if isinstance(error, (ImportError, MemoryError, SystemError)) or isinstance(error, OSError) and error.errno is None:
+        if limits := memory_limits():  # libraries that could not be loaded say so in many ways
+            return 2, f"{type(error).__name__}: {text}; {limits}, which may be too little{notes}"
     return 1, f"{type(error).__name__}: {text}{notes}"
 
 

@@ -5,6 +5,7 @@ Made from book/05_streaming/29_display.py: edit that, then run `make export`.
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,6 +18,11 @@ def escaped(text: str, stream: TextIO) -> str:
     "`text` with the characters that `stream` cannot encode written as escapes, like \\xe9 and \\ufffd."
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def printable(text: str) -> str:
+    "`text` as one line: control characters are written as escapes. A path may hold them, and a terminal obeys them."
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
 
 
 class OutputLost(K3Error):
@@ -138,6 +144,6 @@ def with_bar(show: Callable[..., object], bar: Any) -> Callable[..., object]:
 
 
 __all__ = [
-    "escaped", "OutputLost", "ReaderLeft", "is_terminal", "Display", "Unfailing", "complain", "progress_bar",
-    "close_at_words", "hidden", "with_bar",
+    "escaped", "printable", "OutputLost", "ReaderLeft", "is_terminal", "Display", "Unfailing", "complain",
+    "progress_bar", "close_at_words", "hidden", "with_bar",
 ]

@@ -14,7 +14,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 import numpy as np
 from k3lib.parallel import CORES, default_arithmetic
 from k3lib.matmul import NotFinite, bf16_to_float32
@@ -228,9 +228,15 @@ class Engine:
             self.sequence.reset()
             self.unread = None
 
+    def __reduce__(self) -> NoReturn:
+        "Neither copied nor pickled: two objects would close the same files. Raises UsageError."
+        raise UsageError(f"a model holds open files and threads, so it has no copies: load {self.source.path} again")
+
     def save_state(self, file: str | os.PathLike) -> None:
         "Write the sequence to `file`, whole or not at all: a safetensors file (5.20). Raises OSError, UsageError."
         file = given_path("file", file)
+        if os.path.realpath(file.parent) == os.path.realpath(self.source.path):
+            raise UsageError(f"{file}: lies in the model's own folder, which is never written to")
         with self._exclusive():
             self._check_complete()
             save_sequence(file, self.sequence, self.fingerprint(), self.unread)

@@ -80,6 +80,10 @@ def given_path(name: str, value: str | os.PathLike[str]) -> Path:
     if not isinstance(path, str) or not path or "\0" in path:
         raise wrong_argument(name, value, "a path: text that is not empty, or an os.PathLike")
     try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        raise UsageError(f"{name} is {path!a}, expected a path that the file system can encode") from None
+    try:
         return Path(path).absolute()
     except OSError as error:  # there is no name of the current folder
         raise wrong_argument(name, path, f"an absolute path, because the current folder has no path "
@@ -253,6 +257,17 @@ def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             file.close()
 
 
+def refuse_to_replace(path: Path) -> None:
+    """Raise UsageError if `path` is a link, a folder, a device or a pipe. It may be a regular file, or nothing.
+
+    Raises MissingFile if there is no folder to write it in.
+    """
+    if path.is_symlink() or path.exists() and not path.is_file():
+        raise UsageError(f"{path}: is no regular file, so it will not be replaced by one")
+    if not path.parent.is_dir():
+        raise MissingFile(f"{path}: there is no folder {path.parent} to write it in")
+
+
 @contextmanager
 def whole_file(
     path: str | os.PathLike[str], check: Callable[[Path], object] | None = None
@@ -261,9 +276,10 @@ def whole_file(
 
     `check(part)`, if given, is called with the path of the complete file before it gets its name. If the block or
     `check` raises, the old file at `path` stays as it was and the new one is removed. Raises UsageError if `path` is no
-    path.
+    path, or not that of a regular file, and MissingFile if its folder does not exist.
     """
     path = given_path("path", path)
+    refuse_to_replace(path)
     part = path.with_name(f".{path.name[:40]}.{uuid.uuid4().hex}.part")  # two threads may write `path` at once
     try:
         with writing(part) as file:
@@ -281,5 +297,6 @@ def whole_file(
 __all__ = [
     "K3Error", "UsageError", "MissingFile", "ResourceError", "CheckpointError", "read_fault", "require_threads",
     "shown_value", "wrong_argument", "given_path", "function_argument", "MAX_READ", "read_exactly", "open_shard",
-    "small_file", "DEPTH_MAX", "json_object", "Unusual", "Fingerprint", "fingerprint", "writing", "whole_file",
+    "small_file", "DEPTH_MAX", "json_object", "Unusual", "Fingerprint", "fingerprint", "writing",
+    "refuse_to_replace", "whole_file",
 ]

@@ -1,6 +1,6 @@
-"""2.1 Kimi Delta Attention: a memory that never grows
+"""2.2 Kimi Delta Attention: a memory that never grows
 
-Made from book/02_kda/01_kda.py: edit that, then run `make export`.
+Made from book/02_kda/02_kda.py: edit that, then run `make export`.
 """
 
 from typing import Any, NamedTuple, Protocol

@@ -212,8 +212,11 @@ class PlanError(UsageError):
     """
 
     def __init__(self, least: int | None, message: str):
-        super().__init__(message)
+        super().__init__(least, message)  # both, so that the error can go from one process to another
         self.least = least
+
+    def __str__(self) -> str:
+        return self.args[1]
 
 
 def expert_readers(config: Config, readers: int) -> int:

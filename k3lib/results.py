@@ -10,13 +10,13 @@ import json
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from k3lib.fileio import MissingFile, UsageError, whole_file
+from k3lib.fileio import MissingFile, UsageError, refuse_to_replace, whole_file
 from k3lib.system import sync_folder
 from k3lib.trace import packed_trace
 
@@ -158,10 +158,12 @@ def write_json(path: str | os.PathLike[str], tree: dict[str, Any]) -> None:
             file.write(piece.encode())
 
 
-def check_outputs(model: str | os.PathLike[str], *paths: str | os.PathLike[str] | None) -> None:
+def check_outputs(model: str | os.PathLike[str], *paths: str | os.PathLike[str] | None,
+                  read: Sequence[str | os.PathLike[str] | None] = ()) -> None:
     """Refuse, before the run, an output that could not be written after it, or that would replace something else.
 
-    `model`: the model's folder. "-" is standard output. Raises UsageError and MissingFile.
+    `model`: the model's folder. "-" is standard output. `read`: files that the run reads. Raises UsageError and
+    MissingFile.
     """
     if paths.count("-") > 1:
         raise UsageError("standard output, -, is named for two outputs")
@@ -172,6 +174,8 @@ def check_outputs(model: str | os.PathLike[str], *paths: str | os.PathLike[str] 
             raise UsageError(f"{path}: lies in the model's own folder, which is never written to")
     if len({path.resolve() for path in given}) < len(given):
         raise UsageError(f"{given[0]}: is named for two outputs")
+    if same := {path.resolve() for path in given} & {Path(path).resolve() for path in read if path not in (None, "-")}:
+        raise UsageError(f"{min(same)}: is to be read and to be written")
 
 
 def _check_output(path):
@@ -183,8 +187,7 @@ def _check_output(path):
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise UsageError(f"{path}: the folder {path.parent} cannot be written to: {error.strerror}") from None
-    if path.is_symlink() or path.exists() and not path.is_file():
-        raise UsageError(f"{path}: is no regular file, so it will not be replaced by one")
+    refuse_to_replace(path)
 
 
 class Results:

@@ -51,7 +51,7 @@ def parse_ids(text: str) -> list[int]:
     "Token ids from '1,2,3' or '1 2 3'. Raises UsageError, which shows the word that is no id."
     ids = []
     for word in re.split(r"\s*,\s*|\s+", str(text).strip()):
-        if not word.isdecimal() or len(word) > 18:
+        if not (word.isascii() and word.isdecimal()) or len(word) > 18:
             raise UsageError(f"ids: {shown_value(word)} is not a token id: write them like 1,2,3")
         ids.append(int(word))
     return ids
@@ -279,10 +279,17 @@ def finish(run: Run, show: Show, write: Show, cache: PrefixCache | None = None,
     results.tree = run.tree
     try:
         generate(run, show, write, cache, bars)
-        results.save()
-        if save_state is not None:
-            model.save_state(save_state)
+        failed = None
+        try:
+            results.save()
+            if save_state is not None:
+                model.save_state(save_state)
+        except OSError as error:  # a disk that is full must not hide the answer
+            failed = error
         show_ids(show, "generated ids", (step.token for step in model.steps))
+        if failed is not None:
+            show(model.report.text())
+            raise failed
         results.show()
         report = model.report
         show(report.text())

@@ -463,9 +463,12 @@ def give_name(part: Path, folder: Path) -> None:
 
 
 def keeps_holes(folder: Path) -> bool:
-    "True if a file in `folder` can be longer than the space it takes on disk."
+    "True if a file in `folder` can be longer than the space it takes on disk. Raises OSError, which names the folder."
     with tempfile.TemporaryFile(dir=folder) as probe:
-        probe.truncate(1 << 24)
+        try:
+            probe.truncate(1 << 24)
+        except OSError as error:
+            raise OSError(error.errno, f"{folder}: a file of 16.8 MB cannot be made: {error.strerror}") from None
         return disk_bytes(os.fstat(probe.fileno())) < 1 << 24
 
 

@@ -308,8 +308,9 @@ def thread_shortage(wanted: int, what: str) -> str | None:
     found = startable_threads(wanted)
     if found == wanted:
         return None
-    return (f"{what} starts {wanted} thread{'s' * (wanted > 1)}, but this process can start {found} more: run it where "
-            "`ulimit -u` and the container allow more")
+    return address_shortage(0, wanted) or (
+        f"{what} starts {wanted} thread{'s' * (wanted > 1)}, but this process can start {found} more: run it where "
+        "`ulimit -u` and the container allow more")
 
 
 STACK_BYTES = 8 << 20  # of a thread, where `ulimit -s` sets no other size
@@ -335,6 +336,12 @@ def address_shortage(nbytes: int, threads: int) -> str | None:
     return None
 
 
+def memory_limits() -> str:
+    "The limits of addresses and of private memory that are set for this process, as text; '' if none is."
+    limits = [(raised_limit(name, 0), option) for name, (_, _, option) in ADDRESS_LIMITS.items()]
+    return ", ".join(f"`ulimit {option}` is {allowed // 1024}" for allowed, option in limits if allowed is not None)
+
+
 def make_nonblocking(fd: int) -> None:
     "Make writes to the pipe `fd` return at once, where the system can."
     with suppress(AttributeError, OSError):
@@ -347,5 +354,5 @@ __all__ = [
     "trim_freed_memory", "system_lines", "system_number", "system_fields", "status_bytes", "resident_bytes",
     "resident_file_bytes", "peak_bytes", "read_call_bytes", "machine_free", "raised_limit", "allow_open_files",
     "open_files_shortage", "startable_threads", "thread_shortage", "STACK_BYTES", "ARENA_BYTES", "ADDRESS_LIMITS",
-    "address_shortage", "make_nonblocking",
+    "address_shortage", "memory_limits", "make_nonblocking",
 ]

@@ -48,7 +48,7 @@ def read_ranks(path: str | os.PathLike) -> tuple[bytes, np.ndarray]:
     Token i is blob[offsets[i]:offsets[i + 1]]. Raises MissingFile, and TokenizerError for a file that is damaged.
     """
     blob, ends, line_of = bytearray(), [0], dict[bytes, int]()
-    lines = small_file(Path(path), MAX_RANKS_BYTES, TokenizerError).removesuffix(b"\n").split(b"\n")
+    lines = small_file(Path(path), MAX_RANKS_BYTES, TokenizerError).rstrip(b"\n").split(b"\n")
     if lines[0].endswith(b"\r"):
         raise TokenizerError(f"{path}: lines end with CR LF, expected LF alone: the file was converted as text on its "
                              "way here; fetch it again byte for byte")

@@ -61,7 +61,8 @@ def forward64(folder, ids):
     cells = [cell.source for cell in jupytext.read(chapter, fmt="py:percent").cells if cell.cell_type == "code"]
     last = next(i for i, cell in enumerate(cells) if "def forward64(" in cell)
     tree = ast.parse("\n".join(cells[:last + 1]))
-    tree.body = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef))
+    tree.body = [node for node in tree.body if isinstance(node, (ast.ImportFrom, ast.FunctionDef))
+                 or isinstance(node, ast.Import) and node.names[0].name != "schematics"  # the chapter's pictures
                  or isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)]
     space = {"config": read_config(folder), "checkpoint": Checkpoint(folder)}
     exec(compile(tree, str(chapter), "exec"), space)

@@ -137,7 +137,7 @@ def test_the_embedded_model_of_such_a_clone(repository, hostile, tmp_path):
 def test_the_check_reads_bytes(repository, tmp_path):
     "A chapter, a module, a notebook, a fixture, a document and a test get other line ends: each is named."
     folder = clone(repository, tmp_path / "clone")
-    names = ["README.md", "book/02_kda/01_kda.ipynb", "book/02_kda/01_kda.py", f"{MODEL}/tiktoken.model",
+    names = ["README.md", "book/02_kda/02_kda.ipynb", "book/02_kda/02_kda.py", f"{MODEL}/tiktoken.model",
              "k3lib/kda.py", "tests/test_kda.py"]
     for name in names:
         (folder / name).write_bytes((folder / name).read_bytes().replace(b"\n", b"\r\n"))

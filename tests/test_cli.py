@@ -182,6 +182,9 @@ def test_outputs_that_would_replace_something_else_are_refused_before_the_run(tm
     for path in (tmp_path, tmp_path / "link", "/dev/null", model / "config.json", ""):
         refused(k3("decode", model, "--ids", "1", "--json", path), 2)
     refused(k3("decode", model, "--ids", "1", "--json", tmp_path / "x", "--logits", tmp_path / "x"), 2, "two outputs")
+    (tmp_path / "mine").write_text("a prompt")
+    refused(k3("decode", model, "--prompt-file", tmp_path / "mine", "--json", tmp_path / "." / "mine"), 2, "to be read")
+    assert (tmp_path / "mine").read_text() == "a prompt"
     assert not (tmp_path / "x").exists() and json.loads((model / "config.json").read_text())
 
 

@@ -194,6 +194,14 @@ def test_an_error_that_nobody_hears_keeps_its_exit_code(args, code, stream, tmp_
     assert run.returncode == code and (run.stdout[:4] == b" we ") == (args is DECODE)
 
 
+def test_a_path_moves_no_cursor(tmp_path):
+    "A terminal obeys the control characters in an error message, and a newline would make two lines of one."
+    command = [sys.executable, "-m", "k3lib", "plan", tmp_path / "a\x1b[2J\nb"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 2 and "a\\x1b[2J\\nb: no such model" in run.stderr, run.stderr
+    assert run.stderr.count("\n") == 1
+
+
 def test_a_bar_starts_no_thread():
     "tqdm starts one for all bars of a process, also for a bar that is not shown. No plan counts it."
     code = ("import threading; from k3lib.display import progress_bar; bar = progress_bar(10, 'B'); bar.update(3); "

@@ -120,6 +120,21 @@ def left(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link", "link to nothing"])
+def test_only_a_regular_file_is_replaced(tmp_path, kind):
+    "A device stands for the pipe here: a state saved to /dev/null by a user with all rights took it away."
+    path, other = tmp_path / "f", tmp_path / "other"
+    other.write_bytes(b"mine")
+    {"pipe": os.mkfifo, "folder": os.mkdir, "link": lambda path: path.symlink_to(other),
+     "link to nothing": lambda path: path.symlink_to("nothing")}[kind](path)
+    before = path.lstat()
+    with pytest.raises(UsageError, match="f: is no regular file, so it will not be replaced by one"):
+        with whole_file(path):
+            raise AssertionError("the block runs")
+    assert path.lstat() == before and sorted(os.listdir(tmp_path)) == ["f", "other"] and other.read_bytes() == b"mine"
+
+
 def test_a_file_is_written_whole(tmp_path):
     path = tmp_path / "f"
     for data in b"first", b"second":

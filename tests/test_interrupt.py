@@ -161,7 +161,9 @@ def test_a_signal_during_code_that_is_run_from_a_string(tmp_path, number, word):
 
 
 @posix
-@pytest.mark.parametrize("number, word", [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+@pytest.mark.parametrize("number, word", [
+    (signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated"), (signal.SIGHUP, "hung up"),
+    (signal.SIGXCPU, "out of processor time")] if sys.platform != "win32" else [])
 def test_the_tokens_so_far_are_named(number, word):
     run = start("decode", MODEL, "--ids", PROMPT, "--max-new-tokens", 5000, "--quiet", "--jsonl", "-")
     while not run.stdout.readline().startswith(token_line(3)):

@@ -147,7 +147,8 @@ def test_too_few_addresses_end_in_words(ids):
     With the lowest one, the libraries cannot be loaded: one line, too, and no traceback.
     """
     runs = {n: k3(*DECODE, preexec_fn=limit(AS=(n * MB, n * MB))) for n in (300, 500, 800)}
-    assert runs[300].returncode == 1 and len(runs[300].stderr.splitlines()) == 1, runs[300].stderr
+    assert runs[300].returncode == 2 and len(runs[300].stderr.splitlines()) == 1, runs[300].stderr
+    assert runs[300].stderr.endswith("`ulimit -v` is 292968, which may be too little\n"), runs[300].stderr
     passed = [same_or_refused(run, ids, "-v") for n, run in runs.items() if n > 300]
     assert passed == [False, False]
     named = int(re.search(r"`ulimit -v` is at least (\d+)", runs[800].stderr)[1]) * 1024
@@ -194,6 +195,24 @@ def test_an_output_that_may_not_grow_is_named_and_leaves_nothing(ids, tmp_path, 
     assert run.returncode == 1 and len(run.stderr.splitlines()) == 1, (run.returncode, run.stderr)
     assert str(tmp_path) in run.stderr and "File too large" in run.stderr, run.stderr
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("command", [
+    ("census", MODEL), ("verify", MODEL), [word for word in DECODE if word != "--quiet"]], ids=lambda words: words[0])
+def test_what_cannot_be_saved_is_shown(command, tmp_path):
+    shown = [k3(*command, *more, preexec_fn=limit(FSIZE=(300, 300)))
+             for more in ([], ["--json", tmp_path / "r.json"])]
+    words = {"census": "parameters", "verify": "damaged", "decode": "peak memory"}[command[0]]
+    assert [run.returncode for run in shown] == [0, 1], shown[1].stderr
+    assert all(words in run.stdout + run.stderr for run in shown) and "File too large" in shown[1].stderr
+
+
+def test_damage_is_told_by_the_exit_code_where_nothing_can_be_saved(tmp_path):
+    shutil.copytree(MODEL, tmp_path / "m")
+    shard = min((tmp_path / "m").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    run = k3("verify", tmp_path / "m", "--json", tmp_path / "r.json", preexec_fn=limit(FSIZE=(300, 300)))
+    assert run.returncode == 4 and "1 damaged" in run.stderr and "File too large" in run.stderr, run.stderr
 
 
 SAVE = f"""

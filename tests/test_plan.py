@@ -1,5 +1,6 @@
 "A plan keeps its budget, spends it in the order of what a byte saves, and refuses it with one that is large enough."
 import math
+import pickle
 import re
 import threading
 from types import SimpleNamespace
@@ -174,6 +175,12 @@ def test_a_shortage_refuses_the_plan(embedded, monkeypatch, lacks, shortage):
     with pytest.raises(plan.PlanError, match=shortage) as refused:
         plan.make_plan(*embedded, 10**9, 32)
     assert refused.value.least is None and refused.value.exit_code == 2
+
+
+def test_a_refused_plan_can_go_from_one_process_to_another():
+    error = plan.PlanError(5, "too little")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.least, str(copy), str(error)) == (5, "too little", "too little")
 
 
 def test_too_few_threads_refuse_the_plan(embedded, monkeypatch):

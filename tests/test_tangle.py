@@ -94,11 +94,18 @@ class House:
     def pretend_to_run(self):
         "Write the modules, and every .ipynb as if its cells had been executed."
         self()
-        for source in self.tangle.sources():
+        for source in [*self.tangle.sources(), *self.tangle.answers()]:
             nb = self.tangle.notebook(source)
             for n, cell in enumerate(self.tangle.code_cells(nb), 1):
                 cell.execution_count = n
             source.with_suffix(".ipynb").write_text(nbformat.writes(nb) + "\n")
+
+    def prints(self, name, text):
+        "Give the last code cell of a .ipynb this output."
+        path = self.book / f"{name}.ipynb"
+        nb = nbformat.reads(path.read_text(), 4)
+        self.tangle.code_cells(nb)[-1].outputs = [nbformat.v4.new_output("stream", name="stdout", text=text)]
+        path.write_text(nbformat.writes(nb) + "\n")
 
     def __call__(self, *arguments):
         printed = io.StringIO()
@@ -401,6 +408,79 @@ def test_links_and_numbers_in_prose(house, prose, wrong):
     house.edit("02_b/01_story", "a module\n", f"a module\n#\n# {prose}\n")
     said = [line for line in house("--check")[1].splitlines() if "story.py" in line]
     assert said == ([f"book/02_b/01_story.py {wrong}"] if wrong else [])
+
+
+def test_numbers_become_links_to_sections(house):
+    house.edit("01_a/01_leaf", "Why a tree is felled.", "## 1.1.1 Why a `tree` is felled")
+    prose = "See 1.1.1, `1.1.1` and chapter 1.2, but not section 1.1.1."
+    house.edit("02_b/01_story", "a module\n", f"a module\n#\n# {prose}\n")
+    house("--tidy")
+    lines = (house.book / "02_b" / "01_story.py").read_text().splitlines()
+    at = lines.index("# See [1.1.1], `1.1.1` and chapter [1.2], but not section 1.1.1.")
+    assert lines[at + 2:at + 4] == ["# [1.1.1]: ../01_a/01_leaf.ipynb#1.1.1-Why-a-tree-is-felled",
+                                    "# [1.2]: ../01_a/02_root.ipynb"]
+    assert house("--check") == (0, "")
+    house.edit("01_a/01_leaf", "## 1.1.1 Why a `tree` is felled", "## 1.1.1 Timber")
+    assert "book/02_b/01_story.py has stale links to chapters or sections" in house("--check")[1]
+    house("--tidy")
+    assert "# [1.1.1]: ../01_a/01_leaf.ipynb#1.1.1-Timber\n" in (house.book / "02_b" / "01_story.py").read_text()
+    assert house("--check") == (0, "")
+
+
+CLAIMS = '''
+
+# %% [markdown]
+# A tree of 1,024 m<!--claim height--> is higher than a bush.<!--claim higher-->
+
+# %%
+print(f"{tree:,} m")  # claim height
+assert tree > bush  # claim higher
+'''
+
+
+@pytest.fixture
+def claimed(house):
+    "The small book with two claims in its story. The cell that computes them has printed 1,024 m."
+    text = (house.book / "02_b" / "01_story.py").read_text()
+    house.write("02_b/01_story", text.rstrip("\n") + CLAIMS)
+    house.pretend_to_run()
+    house.prints("02_b/01_story", "1,024 m\n")
+    return house
+
+
+def test_claims_that_hold(claimed):
+    assert claimed("--check") == (0, "")
+    code, text = claimed("--claims", "02_b")
+    assert code == 0 and "2 claims are marked" in text
+    assert 'height: A tree of 1,024 m\n      print(f"{tree:,} m")\n' in text
+    assert "higher: is higher than a bush.\n      assert tree > bush\n" in text
+
+
+@pytest.mark.parametrize("change, fault", [
+    (lambda house: house.prints("02_b/01_story", "2,048 m\n"),
+     "claim height: says 1024, which the cell of `print(f\"{tree:,} m\")` does not print"),
+    (lambda house: house.edit("02_b/01_story", "  # claim height", ""),
+     "claim height: 0 lines of code end with `# claim height`, expected one"),
+    (lambda house: house.edit("02_b/01_story", "<!--claim higher-->", ""), "claim higher: no sentence has this mark"),
+    (lambda house: house.edit("02_b/01_story", "assert tree > bush  #", "print(tree > bush)  #"),
+     "claim higher: has no number, and its line of code is no assertion"),
+], ids=["a number that changed", "no cell", "no mark", "nothing asserted"])
+def test_claims_that_do_not_hold(claimed, change, fault):
+    change(claimed)
+    code, text = claimed("--check")
+    assert code == 1 and f"book/02_b/01_story.py: {fault}\n" in text
+    code, text = claimed("--claims", "02_b")
+    assert code == 1 and "WRONG" in text
+
+
+def test_answers_are_checked_like_chapters(house):
+    house.write("answers/01_a", "# %% [markdown]\n# # Answers\n#\n# To chapter 1.1.\n\n# %%\n1 + 1\n")
+    assert "book/answers/01_a.ipynb is missing\nrun: python book/tangle.py --run answers/01_a\n" in house("--check")[1]
+    house("--tidy")
+    assert "# [1.1]: ../01_a/01_leaf.ipynb\n" in (house.book / "answers" / "01_a.py").read_text()
+    house.edit("02_b/01_story", "a module\n", "a module\n#\n# [answers](../answers/01_a.ipynb)\n")
+    house.pretend_to_run()
+    assert house("--check") == (0, "")
 
 
 def test_links_of_the_contents(house):

@@ -2,8 +2,10 @@
 
 Only the public surface is used. So these tests also run on a commit from before.
 """
+import copy
 import json
 import os
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -184,3 +186,24 @@ def test_a_vocabulary_with_the_line_ends_of_windows_is_refused_in_words(tmp_path
     json.loads((tmp_path / "tokenizer_config.json").read_bytes())
     (tmp_path / "tiktoken.model").write_bytes(ranks.replace(b"\n", b"\r\n"))
     refused(lambda: k3lib.Tokenizer(tmp_path), "tiktoken.model", "lines end with CR LF", "converted as text")
+
+
+# Copies
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_holds_open_files_has_no_copies(copied, model):
+    "A copy closed the files of the original when it was dropped."
+    for thing, name in (model, "a model"), (k3lib.Checkpoint(MODEL), "a Checkpoint"):
+        refused(lambda: copied(thing), f"{name} holds open files", str(MODEL))
+    model.reset()
+    assert len(list(model.generate([1], 1))) == 1
+
+
+@pytest.mark.parametrize("path", ["s\ud800t", "no folder/state", str(MODEL / "state")], ids=ascii)
+def test_a_state_that_has_no_place(path, model):
+    model.reset()
+    model.prefill([1])
+    with pytest.raises(k3lib.K3Error, match="can encode|there is no folder|never written to"):
+        model.save_state(path)
+    assert not (MODEL / "state").exists()

@@ -6,6 +6,8 @@
 # code is still valid, and show an edit after which numba's own cache gives a wrong answer. You need it when you change
 # a kernel; skip it on a first reading.
 #
+# Needs only Python. Runs in a minute. Makes `k3lib.kernel_cache`.
+#
 # [1.1 Four bits a weight](01_mxfp4.ipynb) ·
 # [contents](../README.md) ·
 # [1.3 Sixteen lanes as one value](03_simd.ipynb)

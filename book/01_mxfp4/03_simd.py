@@ -5,9 +5,25 @@
 # order that is written down, in a way that every CPU runs fast: sixteen float32 numbers become one value inside a
 # kernel.
 #
+# Needs chapter [1.2] (kernels; the first section is enough). Runs in ten seconds. Makes `k3lib.simd`.
+#
 # [1.2 Kernels: compiled once, never stale](02_kernel_cache.ipynb) ·
 # [contents](../README.md) ·
 # [1.4 Threads that share a kernel's work](04_parallel.ipynb)
+#
+# [1.2]: 02_kernel_cache.ipynb
+
+# %%
+import sys
+from pathlib import Path
+
+from k3lib.config import read_config
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+sys.path.insert(0, str(ROOT / "book"))
+import schematics
+
+schematics.where(read_config(ROOT / "fixtures/k3"), "kernels")
 
 # %%
 import llvmlite.binding as llvm
@@ -102,7 +118,7 @@ class _F32x16Model(models.PrimitiveModel):
 # Kernels use such a value through a handful of *intrinsics*. An intrinsic is a Python function that runs while a kernel
 # is compiled. It computes nothing; it writes LLVM instructions into the kernel, by calls of a `builder`.
 # `builder.fmul(a, b)` writes one multiplication and returns the name of its result. A Python `for` loop around that
-# call writes one instruction in each iteration, and the kernel contains no loop. Chapter 1.5 is built on this.
+# call writes one instruction in each iteration, and the kernel contains no loop. Chapter [1.5] is built on this.
 #
 # The functions that write instructions come first; most of their names begin with `emit_`. Three of LLVM's instructions
 # need an explanation:
@@ -114,6 +130,8 @@ class _F32x16Model(models.PrimitiveModel):
 #
 # A numba array is a structure in LLVM: a pointer to the data, the shape, the strides. The first function finds an
 # element.
+#
+# [1.5]: 05_matmul.ipynb
 
 # %% tags=["export"]
 def element_pointer(context: BaseContext, builder: ir.IRBuilder, array_type: types.Array, array: ir.Value,
@@ -563,6 +581,8 @@ assert both(words.astype(np.float32)).tolist() == words[1:].tolist()
 # - Sixteen codes are decoded by one permutation, one byte shuffle or some arithmetic, to the same floats.
 #
 # ## Exercises
+#
+# Answer to 2: [exercises of part 1](../answers/01_mxfp4.ipynb).
 #
 # 1. `_by_arithmetic` uses two selects. Build the float directly from code bits, `0x3f000000 + (t << 22)` for $t \ge
 #    2$. Which codes need care, and does it win on your CPU?

@@ -5,9 +5,26 @@
 # work is shared among threads in ten lines of the kernel, a failure or a Ctrl-C ends all of them, and no thread
 # waits for one that has nothing left to do.
 #
+# Needs chapters [1.2] (kernels) and [1.3] (vectors). Runs in half a minute. Makes `k3lib.parallel`.
+#
 # [1.3 Sixteen lanes as one value](03_simd.ipynb) ·
 # [contents](../README.md) ·
 # [1.5 One row, one order](05_matmul.ipynb)
+#
+# [1.2]: 02_kernel_cache.ipynb
+# [1.3]: 03_simd.ipynb
+
+# %%
+import sys
+from pathlib import Path
+
+from k3lib.config import read_config
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+sys.path.insert(0, str(ROOT / "book"))
+import schematics
+
+schematics.where(read_config(ROOT / "fixtures/k3"), "kernels")
 
 # %%
 import statistics

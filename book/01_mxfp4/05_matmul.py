@@ -1,13 +1,36 @@
 # %% [markdown]
 # # 1.5 One row, one order
 #
-# Almost all of K3's work is matrix times vector, with matrices of three formats: bf16, float32 and MXFP4. At the end
-# of this chapter you can multiply all three with one kernel, at about the speed of memory, and promise the same bits
-# on any CPU, with any number of threads or tokens, however the rows arrive.
+# Almost all of K3's work is matrix times vector, with matrices of three formats: bf16, float32 and MXFP4. At the end of
+# this chapter you can multiply all three with one kernel, say how close it comes to the speed of memory ([1.5.9]), and
+# promise the same bits on any CPU, with any number of threads or tokens, however the rows arrive.
+#
+# > **Without it:** a library's product has other bits on another CPU, with other threads, with other tokens beside it.
+# >
+# > **With it:** each output is the product of one row and one token, in one order that is written down.
+#
+# Needs chapters [1.1] (MXFP4), [1.3] (lanes), [1.4] (threads). Runs in a minute. Makes `k3lib.matmul`.
 #
 # [1.4 Threads that share a kernel's work](04_parallel.ipynb) ·
 # [contents](../README.md) ·
 # [1.6 Exponential, tanh, sigmoid and RMSNorm with the same bits everywhere](06_functions.ipynb)
+#
+# [1.5.9]: #1.5.9-How-fast-may-it-be?
+# [1.1]: 01_mxfp4.ipynb
+# [1.3]: 03_simd.ipynb
+# [1.4]: 04_parallel.ipynb
+
+# %%
+import sys
+from pathlib import Path
+
+from k3lib.config import read_config
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+sys.path.insert(0, str(ROOT / "book"))
+import schematics
+
+schematics.where(read_config(ROOT / "fixtures/k3"), "kernels")
 
 # %%
 import hashlib
@@ -73,9 +96,9 @@ seed = 0
 # %% [markdown]
 # | symbol | meaning | in K3 | in code |
 # |---|---|---|---|
-# | $W$ | matrix of a projection, $n$ rows of $k$ | e.g. `q_proj` 12288 × 7168 | `W`: `.shape`, `.multiply` |
-# | $x_t$ | activations of token $t$, float32 | 7168 | `x[t]` |
-# | $y_{t,r} = \sum_m W_{r,m} x_{t,m}$ | output | 12288 | `out[t, r]` |
+# | $W$ | matrix of a projection, rows by columns | e.g. `q_proj` 12288 × 7168 | `W`: `.shape`, `.multiply` |
+# | $x_t$ | input of the product for token $t$, float32 | 7168 | `x[t]` |
+# | $y_{t,i} = \sum_j W_{i,j} x_{t,j}$ | output of row $i$ | 12288 | `out[t, r]` |
 # | tile | rows that stay in the nearest cache while all tokens pass over them | 16 | `TILE` |
 
 # %% [markdown]
@@ -102,7 +125,7 @@ for word, right, wrong in zip(words, wide, words.view(np.float16)):
 # %% [markdown]
 # ## 1.5.2 One row: sixteen lanes, one tree
 #
-# Element $m$ goes to lane $m \bmod 16$, in order, and `sum16` adds the lanes by halves. A row whose length is no
+# Element $j$ goes to lane $j \bmod 16$, in order, and `sum16` adds the lanes by halves. A row whose length is no
 # multiple of 16 ends with zeros in the missing lanes; nothing behind the row is read.
 
 # %% tags=["export"]
@@ -220,7 +243,7 @@ class _Rows:
 # %% [markdown]
 # ### bf16 and float32
 #
-# Element $m$ of a row meets element $m$ of $x$. A step takes 32 elements, a cache line of bf16. The last step of a
+# Element $j$ of a row meets element $j$ of $x$. A step takes 32 elements, a cache line of bf16. The last step of a
 # row may take fewer, sixteen at most.
 #
 # Weights must be prefetched: a cache line that is requested 1024 elements ahead has arrived when the kernel needs it.
@@ -472,7 +495,9 @@ def _tile(w, x, out, first, tile):
 
 # %% [markdown]
 # Two kernels use the tiles: one shares them among threads, one does all of them on the calling thread, for rows that
-# this thread has just read (chapter 5.12).
+# this thread has just read (chapter [5.12]).
+#
+# [5.12]: ../05_streaming/12_read_multiply.ipynb
 
 # %% tags=["export"]
 @kernel
@@ -531,8 +556,10 @@ def deinterleaved(x: np.ndarray) -> np.ndarray:
 # ## 1.5.6 A matrix is rows that arrive
 #
 # A layer never asks where a matrix lies. A matrix in memory and one that streams from disk answer the same calls:
-# `shape`, `multiply`, and `map_blocks` for arithmetic of the layer's own (chapter 3.1). Each output belongs to one
+# `shape`, `multiply`, and `map_blocks` for arithmetic of the layer's own (chapter [3.1]). Each output belongs to one
 # row, so the way the rows were cut cannot change it.
+#
+# [3.1]: ../03_mla/01_mla.ipynb
 
 # %% tags=["export"]
 class Matrix(Protocol):
@@ -631,7 +658,7 @@ class PackedMatrix(NamedTuple):
 # %% [markdown]
 # A damaged weight may be an infinity or a NaN. Its product with a finite $x$ is not finite ($0\cdot\infty$ is NaN too),
 # and no addition makes the sum finite again. So a check of the outputs covers every weight that was multiplied: one
-# number instead of a row of $k$.
+# number instead of a whole row.
 
 # %% tags=["export"]
 class NotFinite(ArithmeticError):
@@ -738,7 +765,7 @@ print("27 products, one answer:", hashlib.sha256(expected.tobytes()).hexdigest()
 # %% [markdown]
 # ## 1.5.7 MXFP4: which bits, exactly
 #
-# First the gate of chapter 1.1: the fixture's product, to 1e-5 of the largest output, and the wrong reading that no
+# First the gate of chapter [1.1]: the fixture's product, to 1e-5 of the largest output, and the wrong reading that no
 # other check sees.
 
 # %%
@@ -830,11 +857,13 @@ print({byte: f"{value:.4g}" for byte, value in ends.items()})
 # | registers of 4, 8 or 16 lanes | sixteen lanes are a value; `emit_sum` is the only tree |
 # | threads, cut of the rows, tokens in a chunk | one output is one row's product with one token |
 # | a compiler that fuses $ab+c$ | LLVM fuses only under `fastmath`; for one rounding we write `fma` |
-# | exp, σ and tanh of some library | our own, from exact operations and shifts (chapter 1.6) |
+# | exp, σ and tanh of some library | our own, from exact operations and shifts (chapter [1.6]) |
 # | BLAS, `np.sum`, `np.dot` | none in the decode path; what LLVM vectorises is elementwise, which moves no bit |
 #
 # Two of these are claims about a compiler. The first is quick to test: $(1+2^{-12})^2 - (1 + 2^{-11})$ is $2^{-24}$
 # when fused, and 0 when the product is rounded first.
+#
+# [1.6]: 06_functions.ipynb
 
 # %%
 def two_roundings(a, b, c):
@@ -1073,8 +1102,9 @@ axes[1].set_xlabel("G weights × tokens a second")
 plt.show()
 
 # %% [markdown]
-# `linear` can pass the dashed line: the plain sum that drew it leaves the asking to the hardware. Among the packed
-# kernels the largest step is no arithmetic at all: asking for the next rows in time.
+# The dashed line is the plain sum's rate, on the machine of this run and beside whatever else ran there. `linear` can
+# pass it, because the plain sum leaves the asking for the next rows to the hardware. "Four rows" and "four rows, not
+# asked ahead" differ in this asking alone.
 #
 # What was tried and gave nothing: two rows at a time in place of four, two rows by four tokens (four loads of $x$ for
 # eight products, more than the second cache delivers), eight rows, and asking for scale bytes ahead too. With
@@ -1091,6 +1121,8 @@ plt.show()
 # - The contract is short because everything in it is an operation IEEE 754 defines, in an order the code spells out.
 #
 # ## Exercises
+#
+# Answer to 1: [exercises of part 1](../answers/01_mxfp4.ipynb).
 #
 # 1. Write `dot32` with 32 lanes (two accumulators). Show that its bits differ from `dot`, and that its error does not
 #    grow.

@@ -4,9 +4,26 @@
 # Besides products, K3 needs a norm and three scalar functions. At the end of this chapter you have all four, made of
 # operations that IEEE 754 fixes, so that no bit depends on the machine or on a library.
 #
+# Needs chapters [1.3] (fused multiply-add) and [1.5] (dot products). Runs in ten seconds. Makes `k3lib.functions`.
+#
 # [1.5 One row, one order](05_matmul.ipynb) ·
 # [contents](../README.md) ·
-# [2.1 Kimi Delta Attention: a memory that never grows](../02_kda/01_kda.ipynb)
+# [2.1 From softmax attention to a memory that corrects itself](../02_kda/01_delta_rule.ipynb)
+#
+# [1.3]: 03_simd.ipynb
+# [1.5]: 05_matmul.ipynb
+
+# %%
+import sys
+from pathlib import Path
+
+from k3lib.config import read_config
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+sys.path.insert(0, str(ROOT / "book"))
+import schematics
+
+schematics.where(read_config(ROOT / "fixtures/k3"), "kernels")
 
 # %%
 import math
@@ -29,7 +46,7 @@ from k3lib.simd import float_bits, float_of_bits, fma
 # %% [markdown]
 # | symbol | meaning | in K3 | in code |
 # |---|---|---|---|
-# | $\epsilon$ | inside the root of a norm | 1e-5; 1e-6 in two norms of MLA | `eps` |
+# | $\varepsilon$ | inside the root of a norm | 1e-5; 1e-6 in two norms of MLA | `eps` |
 # | $\gamma$ | weight of a norm | 7168 | `weight` |
 # | ulp | distance between neighbouring float32 at a value | | `np.spacing` |
 
@@ -118,7 +135,7 @@ for name, (wrong, y) in traps.items():
 
 # %% [markdown]
 # Why this mistake survives in real engines: at the usual size of an activation the two agree to five digits. They
-# part where the mean square comes near $\epsilon$, and MLA's latents are small.
+# part where the mean square comes near $\varepsilon$, and MLA's latents are small.
 
 # %%
 sizes = np.geomspace(1e-4, 1e4, 200)
@@ -170,9 +187,9 @@ for i, a in enumerate(names):
 # experts, where the last bit can decide, so K3's choice would depend on the machine. The functions here use only
 # operations that IEEE 754 fixes: add, multiply, fused multiply-add, divide, and integer shifts.
 #
-# Write $x = n\ln 2 + r$ with $n$ whole and $|r| \le \frac12 \ln 2$. Then $e^x = 2^n e^r$. The power is an exponent
-# field; $e^r$ is a polynomial. Two tricks: adding $1.5 \cdot 2^{23}$ rounds to a whole number and leaves it in the
-# low bits; $\ln 2$ is kept as two floats, so that $r$ keeps its bits (Cody and Waite).
+# Write $x = \nu\ln 2 + \rho$ with $\nu$ whole and $|\rho| \le \frac12 \ln 2$. Then $e^x = 2^\nu e^\rho$. The power is
+# an exponent field; $e^\rho$ is a polynomial. Two tricks: adding $1.5 \cdot 2^{23}$ rounds to a whole number and leaves
+# it in the low bits; $\ln 2$ is kept as two floats, so that $\rho$ keeps its bits (Cody and Waite).
 
 # %% tags=["export"]
 _LOG2E, _LN2_HI, _LN2_LO = _f(1.44269504), _f(0.693145752), _f(1.42860677e-06)
@@ -206,7 +223,7 @@ def _power2(n):
 
 
 # %% [markdown]
-# The parts for $x = 1$: $n$ = 1, $r$ is $1 - \ln 2$, and $2^1 (1+q)$ is $e$ to seven digits.
+# The parts for $x = 1$: $\nu$ = 1, $\rho$ is $1 - \ln 2$, and $2^1 (1+\eta)$ is $e$ to seven digits.
 
 # %%
 @njit
@@ -221,11 +238,12 @@ print(f"n = {n}, 1 + q = {1 + q:.6f}, together {e:.6f}")
 
 
 # %% [markdown]
-# $q = e^r - 1$ is kept apart from the 1 on purpose. `exp` adds it at the end. Results below $2^{-126}$ are subnormal,
-# so the power is applied in two halves. tanh needs $m = e^{2|x|} - 1$, and near zero the 1 would swallow everything:
-# with $q$ nothing is lost.
+# $\eta = e^\rho - 1$ is kept apart from the 1 on purpose. `exp` adds it at the end. Results below $2^{-126}$ are
+# subnormal, so the power is applied in two halves. tanh needs $\eta_2 = e^{2|x|} - 1$, and near zero the 1 would
+# swallow everything: with $\eta$ nothing is lost.
 #
-# $$\sigma(x) = \frac{1}{1+e^{-|x|}} \text{ or } \frac{e^{-|x|}}{1+e^{-|x|}}, \qquad \tanh|x| = \frac{m}{m+2}$$
+# $$\sigma(x) = \frac{1}{1+e^{-|x|}} \text{ or } \frac{e^{-|x|}}{1+e^{-|x|}}, \qquad
+# \tanh|x| = \frac{\eta_2}{\eta_2+2}$$
 
 # %% tags=["export"]
 @kernel
@@ -294,7 +312,7 @@ for i, (name, (reach, f)) in enumerate(right.items()):
     error[name] = v, error_in_ulp(curves(v)[i], f(v.astype(float)))
     worst = np.abs(error[name][1]).max()
     print(f"{name:8} largest error {worst:.1f} ulp, rms {np.sqrt(np.mean(error[name][1]**2)):.2f} ulp")
-    assert worst < {"exp": 1.1, "sigmoid": 2.5, "tanh": 2.5}[name]
+    assert worst < {"exp": 1.1, "sigmoid": 2.5, "tanh": 2.5}[name]  # claim ulp
 
 # %%
 fig, axes = plt.subplots(1, 3, sharey=True, figsize=(7, 3))
@@ -307,21 +325,23 @@ axes[0].set(ylabel="error (ulp)", title="exp: never above 1.1 ulp")
 plt.show()
 
 # %% [markdown]
-# The spikes stand $\ln 2$ apart for exp, where one $n$ ends and the next begins and $|r|$ is largest, and half as far
-# for tanh, which sees $2|x|$. They are equally high everywhere: with a single float for $\ln 2$ they would grow with
-# $|x|$ (exercise 2).
+# The spikes stand $\ln 2$ apart for exp, where one $\nu$ ends and the next begins and $|\rho|$ is largest, and half as
+# far for tanh, which sees $2|x|$. They are equally high everywhere: with a single float for $\ln 2$ they would grow
+# with $|x|$ (exercise 2).
 
 # %% [markdown]
 # ## Summary
 #
 # - Two epsilons. At ordinary sizes nobody sees the wrong one; in MLA's small latents it is a different norm.
 # - Libraries round exp and tanh each in their own way. Ours use operations that IEEE 754 defines, and err by 2.5 ulp at
-#   most.
+#   most.<!--claim ulp-->
 #
 # ## Exercises
+#
+# Answers: [exercises of part 1](../answers/01_mxfp4.ipynb).
 #
 # 1. Find the smallest `x` for which `sigmoid(x)` is exactly 1, and explain it from the spacing of float32 below 1.
 # 2. Replace `_LN2_HI`, `_LN2_LO` by one float. Plot the error in ulp up to $x = 80$. What slope do you expect?
 #
-# Next: [2.1](../02_kda/01_kda.ipynb) builds an attention whose memory is a matrix, from `dot`, `fma`, `exp` and
-# `linear`.
+# Next: [2.1](../02_kda/01_delta_rule.ipynb) derives an attention whose memory is a matrix, and
+# [2.2](../02_kda/02_kda.ipynb) builds it from `dot`, `fma`, `exp` and `linear`.

@@ -1,43 +1,69 @@
 # %% [markdown]
 # # 3.1 Gated MLA: attention that caches 576 numbers
 #
-# In 24 of K3's 93 layers every token looks back at every earlier one. What such a layer keeps of a position is not 96
-# keys and 96 values but one vector of 576 numbers, from which all of them follow. At the end you can attend straight
-# from that cache, token by token or in chunks with the same bits, and break it in six ways that still look like
-# attention.
+# In 24 of K3's 93 layers every token looks back at every earlier one. In most models such a layer keeps 96 keys and 96
+# values of each token. MLA (multi-head latent attention) keeps one vector of 576 numbers, from which all of them
+# follow. At the end you can attend straight from that cache, token by token or in chunks with the same bits, and you
+# have seen six wrong layers fail.
 #
-# [2.1 Kimi Delta Attention: a memory that never grows](../02_kda/01_kda.ipynb) ·
+# > **Without it:** keys and values of 24 layers take 2.37 MB a token,<!--claim expanded--> and
+# > 2,365 GB<!--claim expanded million--> after a million tokens.
+# >
+# > **With it:** 55.3 kB a token,<!--claim latent--> and 55 GB<!--claim latent million--> after a million.
+#
+# Needs [2.1.1] (softmax attention) and chapters [1.5] and [1.6] (products, exp and norm with fixed bits). Runs in half
+# a minute. Makes `k3lib.mla`.
+#
+# [2.2 Kimi Delta Attention: a memory that never grows](../02_kda/02_kda.ipynb) ·
 # [contents](../README.md) ·
 # [3.2 Block attention residuals: a layer chooses its depth](02_residual.ipynb)
 #
-# | symbol | meaning | shape in K3 | in code |
-# |---|---|---|---|
-# | $x$ | normed hidden state of a token | 7168 | `x` |
-# | $c$ | latent of a position: low rank, normed, cached | 512 (`kv_lora_rank`) | `cache[p, :512]` |
-# | $r$ | extra key numbers, shared by all heads, cached | 64 (`qk_rope_head_dim`) | `cache[p, 512:]` |
-# | $q^n, q^r$ | the two parts of a head's query | 96 heads × (128 + 64) | `q[t, h, :128]`, `q[t, h, 128:]` |
-# | $W_{uk}, W_{uv}$ | a head's key rows and value rows of `kv_b_proj` | 128 × 512 each | `w` |
-# | $s, p$ | scores and weights over positions | one a position and head | `s` |
-# | $u$ | context: the weighted sum of latents | 96 × 512 | context part of `work` |
-# | $o_h$, $y$ | a head's output; the layer's | 128; 7168 | `out`, `y` |
-# | $W_g, W_o$ | gate; back to the hidden width | 12288 × 7168; 7168 × 12288 | `W["g_proj"]`, `W["o_proj"]` |
-#
-# The extra dims are named after RoPE, the rotation by position that other models apply to them. K3 applies none
-# (`mla_use_nope` is true): they are plain numbers. Equations: the published modelling code, and the DeepSeek-V2 report
-# (section 2.1) for the latent form.
+# [2.1.1]: ../02_kda/01_delta_rule.ipynb#2.1.1-Softmax-attention-keeps-every-pair
+# [1.5]: ../01_mxfp4/05_matmul.ipynb
+# [1.6]: ../01_mxfp4/06_functions.ipynb
 
 # %%
+import sys
 import time
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 from safetensors.numpy import load_file
 
+from k3lib.config import read_config
 from k3lib.matmul import ResidentMatrix, bf16_to_float32, dot
 from k3lib.parallel import CORES
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 plt.style.use(ROOT / "book" / "k3.mplstyle")
+sys.path.insert(0, str(ROOT / "book"))
+import schematics
+
+K3 = read_config(ROOT / "fixtures/k3")  # the numbers of the released model
+schematics.where(K3, "mla")
+
+# %% [markdown]
+# | symbol | meaning | shape in K3 | in code |
+# |---|---|---|---|
+# | $x$ | input of the layer for one token, mixed and normed | 7168 | `x` |
+# | $t$, $i$ | position of the token that reads, and of one that is read, $i \le t$ | | `t`, `p` |
+# | $c$ | latent of a position: low rank, normed, cached | 512 (`kv_lora_rank`) | `cache[p, :512]` |
+# | $r$ | extra key numbers of a position, shared by all heads, cached | 64 (`qk_rope_head_dim`) | `cache[p, 512:]` |
+# | $q = [\,q^n \mid q^r\,]$ | a head's query in two parts: one meets $c$, one meets $r$ | 96 heads × (128 + 64) | `q[t, h]` |
+# | $k, v$ | a head's key and value of a position | 192, 128 | never stored |
+# | $W_{uk}, W_{uv}$ | a head's key rows and value rows of `kv_b_proj` | 128 × 512 each | `w` |
+# | $s_i$ | score: how well the query fits position $i$ | one a position and head | `s` |
+# | $a_i$ | weight of position $i$: the softmax of the scores | one a position and head | `s`, after the softmax |
+# | $\bar c = \sum_i a_i c_i$ | context: the average latent | 96 × 512 | context part of `work` |
+# | $\mu, Z$ | largest score so far, sum of the weights so far ([3.1.4]) | one a head | `m`, `l` |
+# | $o$, $y$ | output of a head; of the layer | 96 × 128; 7168 | `out`, `y` |
+# | $W_g, W_o$ | gate; back to the width of the stream | 12288 × 7168; 7168 × 12288 | `W["g_proj"]`, `W["o_proj"]` |
+#
+# The extra numbers $r$ are named after RoPE, the rotation by position that other models apply to them. K3 applies none
+# (`mla_use_nope` is true): they are plain numbers. Equations: the published modelling code, and the DeepSeek-V2 report
+# (section 2.1) for the latent form.
+#
+# [3.1.4]: #3.1.4-Softmax-in-one-pass
 
 # %% tags=["export"]
 from typing import NamedTuple
@@ -62,18 +88,19 @@ full_positions = 4096  # of the full-width timing in 3.1.9
 # %% [markdown]
 # ## 3.1.1 By hand: two positions, one head
 #
-# Latent width 2, three key rows, one extra dim, two value rows; the scale is $(3+1)^{-1/2} = ½$.
+# The latent has width 2; a key has three numbers from it and one extra; a value has two. The scale is
+# $(3+1)^{-1/2} = ½$.
 #
 # $$W_{uk} = \begin{pmatrix}1&0\\0&1\\1&1\end{pmatrix},\quad W_{uv} = \begin{pmatrix}4&0\\0&8\end{pmatrix},\quad
 # q^n = (2,0,1),\quad q^r = 2 - 2\ln 3$$
 #
-# | position | $c$ | $r$ | key $W_{uk}c$ | $½(q^n\cdot k + q^r r)$ | weight | value $W_{uv}c$ |
+# | position | $c$ | $r$ | key $W_{uk}c$ | $s = ½(q^n\cdot W_{uk}c + q^r r)$ | $a$ | value $W_{uv}c$ |
 # |---|---|---|---|---|---|---|
 # | 0 | (1, 0) | 0 | (1, 0, 1) | 1.5 | ¾ | (4, 0) |
 # | 1 | (0, 1) | 1 | (0, 1, 1) | 1.5 − ln 3 | ¼ | (0, 8) |
 #
 # The output is $¾(4,0) + ¼(0,8) = (3, 2)$. Now without keys and values: $W_{uk}^\top q^n = (3,1)$, whose products with
-# $c$ are the same 3 and 1; the context is $¾(1,0)+¼(0,1)$, and $W_{uv}$ turns it into $(3, 2)$.
+# $c$ are the same 3 and 1. The context is $\bar c = ¾(1,0)+¼(0,1)$, and $W_{uv}\, \bar c = (3, 2)$.
 
 # %%
 W_uk, W_uv = np.array([[1., 0], [0, 1], [1, 1]]), np.array([[4., 0], [0, 8]])
@@ -95,16 +122,24 @@ assert np.allclose(expanded, [3, 2]) and np.allclose(absorbed, [3, 2])
 # %% [markdown]
 # ## 3.1.2 The layer as published, in float64
 #
-# Two low-rank paths, each with a norm in the middle. `kv_b_proj` makes, head after head, 128 key rows and then 128
-# value rows. The key is completed by $r$, which is neither normed nor rotated, and the output is gated number by
-# number.
+# Why a latent? The keys and values of 96 heads are 24,576 numbers, and all are linear functions of the same $x$
+# of 7168. A trained model does not need 24,576 independent ones. So $x$ is first projected to a latent $c$ of 512
+# numbers, and a second matrix, `kv_b_proj`, makes all keys and values from $c$. The two matrices together are one
+# matrix of rank 512: what does not pass through the 512 numbers, no head can see. Queries take such a path, too, with
+# 1536 numbers in the middle, which saves weights.
 #
 # $$q = W_b^q\,\mathrm{norm}(W_a^q x),\qquad [\,\tilde c \mid r\,] = W_a^{kv} x,\qquad c = \mathrm{norm}(\tilde c)$$
-# $$k_h = [\,W_{uk}^h c \mid r\,],\qquad v_h = W_{uv}^h c$$
-# $$o_h = \sum_{p \le t} \mathrm{softmax}_p\!\Big(\tfrac{q_h \cdot k_{h,p}}{\sqrt{128+64}}\Big)\, v_{h,p},
+# $$k = [\,W_{uk}\, c \mid r\,],\qquad v = W_{uv}\, c$$
+# $$s_i = \tfrac{1}{\sqrt{128+64}}\; q \cdot k_i,\qquad a = \mathrm{softmax}_{i \le t}(s),\qquad
+# o = \sum_{i \le t} a_i v_i,
 # \qquad y = W_o\,(o \odot \sigma(W_g x))$$
 #
-# The function takes its questionable parts as arguments, so that 3.1.7 can get each of them wrong.
+# The second and third line hold for each head. `kv_b_proj` has, head after head, 128 key rows and then 128 value rows.
+# Only $\tilde c$ is normed; $r$ is used as it comes. The gate $\sigma(W_g x)$ multiplies each number of the output.
+#
+# The function below takes its questionable parts as arguments, so that [3.1.7] can get each of them wrong.
+#
+# [3.1.7]: #3.1.7-Six-wrong-layers
 
 # %%
 def rms64(x, weight, eps):
@@ -140,9 +175,9 @@ def mla64(W, x, *, heads, nope, rope, v_dim, eps=1e-6, scale_dims=None, extra=la
 
 
 # %% [markdown]
-# `fixtures/ops/mla` was computed by PyTorch's own attention in float64: three heads, 12 + 4 dims in the key, 10 in the
-# value, latent 16. Nine tokens at once, then three one at a time. Allowed: 1e-5 of the largest output, ten times what
-# float32 strays.
+# `fixtures/ops/mla` was computed by PyTorch's own attention in float64: three heads, 12 + 4 numbers in a key, 10 in a
+# value, a latent of 16. It has nine tokens at once, then three one at a time. The gate allows 1e-5 of the largest
+# output; float32 itself stays within a tenth of that.
 
 # %%
 fixture = load_file(ROOT / "fixtures/ops/mla.safetensors")
@@ -159,17 +194,45 @@ def off(y, expected=truth):
     return np.abs(y - expected.astype(np.float64)).max() / np.abs(expected).max()
 
 
-print("reference within 1e-5 of the fixture:", off(mla64(weights, x, **dims)) < TOLERANCE)
-assert off(mla64(weights, x, **dims)) < TOLERANCE
+def gate(name, y):
+    far = off(y)
+    assert far < TOLERANCE, f"{name}: {far:.2g} of the largest, allowed {TOLERANCE}"
+    print(f"{name}: within {TOLERANCE} of the fixture")
 
+
+gate("reference", mla64(weights, x, **dims))
 
 # %% [markdown]
 # ## 3.1.3 Absorb: move the matrix to the other side
 #
-# Keys and values are linear in $c$, so the matrix can act on the query and on the result instead. Nothing per head is
-# stored.
+# The cache could hold keys and values, 24,640 numbers a token and layer.<!--claim numbers--> It could hold $c$ and $r$,
+# 576 numbers, and compute all keys and values again for every new token. There is a third way, which computes them
+# never.
 #
-# $$q^n \cdot (W_{uk} c) = (W_{uk}^\top q^n)\cdot c, \qquad \sum_p w_p\,(W_{uv} c_p) = W_{uv} \sum_p w_p\, c_p$$
+# **Scores.** A product does not care where the brackets stand:
+#
+# $$q^n \cdot (W_{uk}\, c_i) = (q^n)^\top W_{uk}\, c_i = (W_{uk}^\top q^n) \cdot c_i$$
+#
+# At the left, a matrix acts on each of the cached positions. At the right, it acts on the query, once. The result has
+# 512 numbers, and its product with $c_i$ is the score. The part of the extra numbers, $q^r \cdot r_i$, is added as
+# before.
+#
+# **Outputs.** The matrix is the same for all positions, so it can be taken out of the sum:
+#
+# $$o = \sum_i a_i\,(W_{uv}\, c_i) = W_{uv} \sum_i a_i\, c_i = W_{uv}\, \bar c$$
+#
+# The average is taken in the latent, and one product makes the output from it. No key and no value is ever formed. The
+# matrices have been *absorbed* into the query and into the output.
+#
+# **When it fails.** Both steps need that nothing stands between $c_i$ and the matrix, and that the matrix is the same
+# for all positions. RoPE rotates keys by an angle that depends on the position. Between query $t$ and key $i$ would
+# then stand a rotation $R_{t-i}$, and the absorbed query $W_{uk}^\top R_{t-i}^\top q^n$ would be another one for every
+# position. Models with RoPE therefore rotate only the extra numbers $r$, which are outside of the latent. K3 has these
+# 64 numbers and rotates nothing.
+
+# %%
+schematics.mla(K3)
+
 
 # %%
 def absorbed64(kv_b, q, cache, pos, v_dim):
@@ -197,19 +260,24 @@ print("absorbed equals expanded to 1e-12:", same)
 assert same
 
 # %% [markdown]
-# What it buys and what it costs, for K3's shape in float32. Memory falls 43 times; arithmetic per position and head
-# rises 3.4 times, because keys of 192 numbers and values of 128 become 576 and 512.
+# What it buys, and what it costs, for K3's shape in float32. Memory falls 43 times.<!--claim memory--> Arithmetic per
+# position and head rises 3.4 times,<!--claim arithmetic--> because keys of 192 numbers and values of 128 become 576 and
+# 512.
 
 # %%
 heads, nope, rope, v_dim, latent, layers = 96, 128, 64, 128, 512, 24
 per_position = {"keys and values": 4 * layers * (heads * (nope + v_dim) + rope),
                 "latent": 4 * layers * (latent + rope)}
-for name, nbytes in per_position.items():
-    print(f"{name:16} {nbytes:>9,} bytes a position, {nbytes * 4096 / 1e9:6.2f} GB at 4,096 positions")
+full, small = per_position.values()
+print(f"keys and values: {full / 1e6:.2f} MB a position")  # claim expanded
+print(f"    {full * 1e6 / 1e9:,.0f} GB after a million")  # claim expanded million
+print(f"latent and extra: {small / 1e3:.1f} kB a position")  # claim latent
+print(f"    {small * 1e6 / 1e9:.0f} GB after a million")  # claim latent million
+print(f"    {full // (4 * layers):,} numbers a layer, against {latent + rope}")  # claim numbers
+print(f"memory: {full / small:.0f} times less")  # claim memory
 expanded_fma, absorbed_fma = nope + rope + v_dim, latent + rope + latent
-print(f"multiply-adds a position and head: {expanded_fma} expanded, {absorbed_fma} absorbed: "
-      f"{absorbed_fma / expanded_fma:.1f} times")
-print(f"memory: {per_position['keys and values'] / per_position['latent']:.0f} times less")
+print(f"multiply-adds a position and head: {expanded_fma} expanded, {absorbed_fma} absorbed")
+print(f"    {absorbed_fma / expanded_fma:.1f} times")  # claim arithmetic
 assert per_position["latent"] == 55296
 
 # %%
@@ -228,15 +296,16 @@ plt.show()
 # %% [markdown]
 # ## 3.1.4 Softmax in one pass
 #
-# A plain softmax wants all scores before the first weight, 101 MB of them for 64 tokens at 4,096 positions. Instead
-# keep, per query, the maximum so far $m$, the sum $l$ and the context $u$; a new tile of scores $s_j$ that raises the
-# maximum to $m'$ shrinks the past:
+# A plain softmax needs all scores before the first weight: 101 MB of them<!--claim scores--> for 64 tokens at 4,096
+# positions. One pass over the cache is enough if the sums can be corrected later. Keep, for each query, the largest
+# score so far $\mu$, the sum of weights $Z$, and the sum of weighted latents $C$. A new tile of scores may raise the
+# maximum to $\mu'$. All earlier weights were computed with $\mu$, so both sums shrink by $e^{\mu - \mu'}$:
 #
-# $$l \leftarrow l\,e^{m-m'} + \sum_j e^{s_j - m'},\qquad
-# u \leftarrow u\,e^{m-m'} + \sum_j e^{s_j-m'}\,c_j,\qquad \text{result } u/l$$
+# $$Z \leftarrow Z\,e^{\mu-\mu'} + \sum_i e^{s_i - \mu'},\qquad
+# C \leftarrow C\,e^{\mu-\mu'} + \sum_i e^{s_i-\mu'}\,c_i,\qquad \bar c = C/Z$$
 #
-# By hand, tiles of one position, scores $0, \ln 2, \ln 4$ and $c = 7, 7, 14$: the weights are $1, 2, 4$ over 7, so the
-# result is 11.
+# By hand, with tiles of one position, scores $0, \ln 2, \ln 4$ and $c = 7, 7, 14$: the weights are $1, 2, 4$ over 7, so
+# the result is 11.
 
 # %%
 def one_pass(s, c, tile):
@@ -251,12 +320,12 @@ def one_pass(s, c, tile):
     return u / l
 
 
-print(f"scores of 96 heads, 64 tokens, 4,096 positions: {96 * 64 * 4096 * 4 / 1e6:.0f} MB")
+print(f"scores of 96 heads, 64 tokens, 4,096 positions: {96 * 64 * 4096 * 4 / 1e6:.0f} MB")  # claim scores
 print("result", round(one_pass(np.log([1., 2, 4]), np.array([7., 7, 14]), 1), 6))
 
 # %% [markdown]
-# A tile ends where the *position* says so, at multiples of 64 from position 0. If it started with the chunk instead,
-# the same token would round differently in a prompt of 9 and in 9 steps. Same mathematics, other bits:
+# Where does a tile end? At multiples of 64 positions, counted from position 0. If tiles began with the chunk instead, a
+# token would round differently in a prompt of 9 and in 9 steps. The mathematics is the same, the bits are not:
 
 # %%
 s32, c32 = rng.normal(0, 3, 200).astype(np.float32), rng.normal(size=200).astype(np.float32)
@@ -284,7 +353,7 @@ assert apart < 1e-5 and not all(o == by_position for o in others)
 # ## 3.1.5 The kernel, part by part
 #
 # The kernel works on *items*. An item is up to 16 heads, and takes up to eight tokens at a time. Each query of an item
-# has a row of scratch memory: `[ W_uk^T q^n | q^r ]`, then its context $u$, then $m$ and $l$. The parts below take an
+# has a row of scratch memory: `[ W_uk^T q^n | q^r ]`, then its context, then $\mu$ and $Z$. The functions below take an
 # item's arrays and numbers as one tuple.
 
 # %% tags=["export"]
@@ -305,8 +374,8 @@ class Item(NamedTuple):
 
 # %% [markdown]
 # The absorbed query is summed over the key rows, in order. The scale is applied here, once, instead of to every score.
-# The sum is formed in the columns of the context, because loads and stores of sixteen numbers need the padding that
-# only the context has.
+# The sum is formed in the columns of the context, because loads and stores of sixteen numbers need padding, and only
+# the context has it.
 
 # %% tags=["export"]
 @inner
@@ -335,9 +404,11 @@ def _start(w, i, latent, x, nope, row, context):
 
 # %% [markdown]
 # The one-pass softmax for one query and one tile. Weights under $e^{-60}$ become 0: against a sum of at least 1 they
-# are far below float32's last bit. 3.1.8 shows that this also saves time. A NaN score fails every comparison, so it
-# stays NaN and is found in the output. A score of $-\infty$ would become an ordinary weight of 0, so the function then
-# returns a sum of NaN.
+# are far below float32's last bit. [3.1.8] shows that this also saves time. A NaN score fails every comparison, so it
+# stays NaN and is found in the output. A score of $-\infty$ would become an ordinary weight of 0. For that case the
+# function returns a sum of NaN.
+#
+# [3.1.8]: #3.1.8-Make-it-fast
 
 # %% tags=["export"]
 @inner
@@ -416,12 +487,14 @@ def _context1(cache, start, weights, context, m, end):
 
 
 # %% [markdown]
-# Scores are a matrix product with the cache as the weights: each row is stored once and meets every head's query, as a
-# row of $W$ meets every token. So it is the product of chapter 1.5, four rows by four queries: a cache row is loaded
-# once for four heads, and no dot product depends on its neighbours.
+# Scores are a matrix product in which the cache takes the place of the weights: each cache row meets every head's
+# query, as a row of a matrix meets every token. So it is the product of chapter [1.5], four rows by four queries. A
+# cache row is loaded once for four heads, and no dot product depends on its neighbours.
 #
-# The four queries may be heads of one token, which see the same positions, or reach into the next token, which sees one
-# more. The positions that all four see are done together, the others one by one.
+# The four queries may be heads of one token, which see the same positions. They may also reach into the next token,
+# which sees one position more. The positions that all four see are done together, the others one by one.
+#
+# [1.5]: ../01_mxfp4/05_matmul.ipynb
 
 # %% tags=["export"]
 @inner
@@ -462,7 +535,7 @@ def _visit(item, start, g, count):
 
 
 # %% [markdown]
-# The value rows read the finished context, and the division by $l$ comes last: 128 divisions a head instead of one for
+# The value rows read the finished context. The division by $Z$ comes last: 128 divisions a head instead of one for
 # every position.
 
 # %% tags=["export"]
@@ -544,8 +617,10 @@ def _attend(items, block, cursor):
 
 # %% [markdown]
 # `kv_b_proj` comes in blocks of whole heads, each once. A matrix in memory is one block, and threads share its items. A
-# matrix that is read from disk (chapter 5.13) has a block for each read: the thread that has read a block attends with
-# its heads.
+# matrix that is read from disk (chapter [5.13]) has a block for each read: the thread that has read a block attends
+# with its heads.
+#
+# [5.13]: ../05_streaming/13_trunk.ipynb
 
 # %% tags=["export"]
 def attend(kv_b: Matrix, q: np.ndarray, cache: np.ndarray, position: int, v_dim: int, threads: int) -> np.ndarray:
@@ -585,7 +660,9 @@ def attend(kv_b: Matrix, q: np.ndarray, cache: np.ndarray, position: int, v_dim:
 
 
 # %% [markdown]
-# First the table of 3.1.1, through the kernel: at position 0 the value is $(4,0)$, at position 1 it is $(3,2)$.
+# First the table of [3.1.1], through the kernel: at position 0 the value is $(4,0)$, at position 1 it is $(3,2)$.
+#
+# [3.1.1]: #3.1.1-By-hand:-two-positions,-one-head
 
 # %%
 hand_w = np.concatenate([W_uk, W_uv]).astype(np.float32)
@@ -625,13 +702,14 @@ for shape in ((5, 7, 3, 9, 50, 11, 130, 1), (4, 16, 4, 8, 96, 9, 60, 1), (1, 12,
           f"{pos}+{T} positions, scores x{hot}: fits")
 
 # %% [markdown]
-# The hot case is allowed 1e-4: a score near 1,000 carries the absolute error of float32 there, and $e^s$ turns it into
-# a relative one.
+# The case with scores in the hundreds is allowed 1e-4. A score near 1,000 has the absolute error of float32 at that
+# size, and $e^s$ turns an absolute error into a relative one.
 #
 # ## 3.1.6 The layer
 #
 # The layer projects its input, writes the cache rows, attends, gates the result and projects it back. The two latent
-# norms use 1e-6 whatever `rms_norm_eps` says: the reference class's default, which the config does not mention.
+# norms use an epsilon of 1e-6 whatever `rms_norm_eps` says. It is the default of the reference class, and the config
+# does not mention it.
 
 # %% tags=["export"]
 LATENT_EPS = 1e-6  # epsilon of the two latent norms: the reference class's default, not the config's rms_norm_eps
@@ -692,7 +770,7 @@ def mla_layer(W: LayerWeights, x: np.ndarray, cache: np.ndarray, position: int, 
 
 
 # %% [markdown]
-# The fixture: nine tokens in one call, then three single ones, output and both halves of the cache.
+# The fixture: nine tokens in one call, then three single ones. Compared are the output and both parts of the cache.
 
 # %%
 matrices = {name: ResidentMatrix(w) if w.ndim == 2 else w for name, w in weights.items()}
@@ -716,8 +794,8 @@ for name, found, expected in (("output", y, truth), ("latent rows", cache[:, :16
 
 
 # %% [markdown]
-# How a prompt is cut must not show. Here every cut gives the same bytes, output and cache; so does every cut of
-# `kv_b_proj` into blocks.
+# The cut of a prompt must not change a byte. Here every cut gives the same output and the same cache, and so does every
+# cut of `kv_b_proj` into blocks.
 
 # %%
 class HeadByHead(ResidentMatrix):
@@ -737,12 +815,15 @@ matrices["kv_b_proj"] = whole_block
 print("cuts of the prompt:", equal, "  one head a block:", equal_blocks)
 assert equal and equal_blocks
 
-
 # %% [markdown]
 # ## 3.1.7 Six wrong layers
 #
-# Each is the reference with one thing wrong. The gate is the fixture at 1e-5. The epsilon is the treacherous one:
-# harmless on a loud latent, and this fixture has quiet tokens.
+# Each is the reference with one thing wrong. The epsilon is the most treacherous: it changes nothing where a latent is
+# large. This fixture has tokens with small latents, so the gate sees it:
+
+# %% tags=["raises-exception"]
+gate("1e-5 in the latent norms", mla64(weights, x, **dims, eps=1e-5))
+
 
 # %%
 def rotated(a):
@@ -769,8 +850,8 @@ assert off(y) < TOLERANCE and all(off(bad) > 1e-2 for bad in variants.values())
 
 
 # %% [markdown]
-# Two of them again through the exported layer itself, where a caller could make the mistake: the wrong epsilon handed
-# in, and rows of `kv_b_proj` reordered.
+# Two of them again, now through the exported layer, where a caller could make the mistake: the wrong epsilon, and key
+# and value rows of `kv_b_proj` exchanged.
 
 # %%
 def layer(eps=1e-6, **changed):
@@ -787,9 +868,8 @@ for name, bad in (("1e-5", layer(eps=1e-5)), ("value rows first", layer(kv_b_pro
 # %% [markdown]
 # ### Look: the weights themselves
 #
-# Attention can be made to print its weights: give it one-hot latents, keys as the columns of $W_{uk}$ and the identity
-# as $W_{uv}$, and $u$ is $p$. Anything above the diagonal would be a look into the future; a lost scale or extra dim
-# would change the pattern.
+# Attention can be made to show its weights. Give it one-hot latents, the right keys as columns of $W_{uk}$, and the
+# identity as $W_{uv}$. Then its output is $a$ itself. A weight above the diagonal would be a look into the future.
 
 # %%
 low = rms_norm(linear(matrices["q_a_proj"], x), weights["q_a_layernorm"], 1e-6)
@@ -813,8 +893,8 @@ assert np.allclose(p.sum(2), 1, atol=1e-6) and (np.triu(p.transpose(1, 0, 2), 1)
 # %% [markdown]
 # ## 3.1.8 Make it fast
 #
-# One token, 16 heads of K3's width. The versions: expand keys and values from the cached latents in NumPy; absorb, in
-# NumPy; a kernel that reads the cache once per head, scores first, then weights, then context; and the kernel above,
+# One token, 16 heads of K3's width. Four versions: expand keys and values from the cached latents, in NumPy; absorb, in
+# NumPy; a kernel that reads the cache once per head, first for scores, then for the context; and the kernel above,
 # where four heads share each row and the cache is read once.
 
 # %%
@@ -855,8 +935,9 @@ def absorb(kv_b, q, cache, v, kernel=None):
 
 # %% [markdown]
 # Every version gives the answer before it is timed. Bytes are what has to move from memory: the weights of 16 heads in
-# float32, or in bf16 for the last version, and the cache as often as it is read. NumPy's matrix products here are BLAS;
-# the exported path has none.
+# float32, or in bf16 for the last version, and the cache as often as it is read. NumPy's matrix products are those of
+# BLAS, whose order of sums is not fixed. What the last version gains over absorption in NumPy is therefore not only
+# time: it has the same bits everywhere, and it never holds all scores.
 
 # %%
 w, q, rows = case(16, nope, rope, v_dim, latent, 1, timed_positions - 1)
@@ -894,9 +975,9 @@ for name, version, _ in versions:
 
 
 # %% [markdown]
-# What failed first: without the cut at $e^{-60}$ the kernel was right, and slow whenever scores were hot. Weights
-# between $e^{-87}$ and $e^{-104}$ are subnormal, and a multiply-add that meets one leaves the fast path of many CPUs.
-# The same tile, with either kind of weight:
+# Weights between $e^{-87}$ and $e^{-104}$ are subnormal float32 numbers. On some CPUs a multiply-add that meets one
+# takes many times as long, so without the cut at $e^{-60}$ the kernel would be slow there whenever scores are far
+# apart. Is this CPU one of them? The same tile, with either kind of weight:
 
 # %%
 @kernel
@@ -920,10 +1001,9 @@ print(f"a tile of context with normal weights {fast * 1e4:.1f} us, with subnorma
 # %% [markdown]
 # ## 3.1.9 Cost for K3
 #
-# One layer at full width and 4,096 positions, measured. It may cost the 24 layers a tenth of a step at most; call a
-# step 6 s, which is the time its weights, trunk and sixteen experts a layer, take to pass two cores at some 22 GB/s.
-# The wall clock also counts whatever else the machine is doing; CPU seconds divided by the threads are what a quiet one
-# would need.
+# One layer at full width and 4,096 positions, measured. For comparison take a step of 6 s: that is the time in which
+# the weights of a token, trunk and experts, pass two cores at some 22 GB/s. The wall clock also counts whatever else
+# the machine is doing. The CPU's seconds divided by the threads are what an idle machine would need.
 
 # %% tags=["nbval-ignore-output"]
 w, q, rows = case(heads, nope, rope, v_dim, latent, 1, full_positions - 1)
@@ -940,7 +1020,7 @@ step_bytes = 108_811_877_376 + 92 * 16 * 17_547_264
 print(f"weights of a step: {step_bytes / 1e9:.1f} GB, in 6 s {step_bytes / 6e9:.1f} GB/s")
 
 # %% [markdown]
-# And in bytes: what the projections weigh, what a position adds, what the scratch takes.
+# And in bytes: the projections, the cache, and the scratch memory.
 
 # %%
 hidden, q_lora = 7168, 1536
@@ -959,16 +1039,21 @@ print(f"scratch: {scratch / 1e6:.2f} MB for one token, {TOKENS_AT_ONCE * scratch
 # %% [markdown]
 # ## Summary
 #
-# - Keys and values are linear in a latent of 512, so the query goes to the latent and 576 numbers a position are the
-#   whole cache.
-# - Softmax in one pass needs tiles that belong to positions, not to calls; then every cut of the prompt gives the same
+# - Keys and values are linear in a latent of 512, so the matrix can act on the query and on the average instead, and
+#   576 numbers a position are the whole cache.
+# - Softmax in one pass needs tiles that belong to positions, not to calls. Then every cut of the prompt gives the same
 #   bits.
-# - The scale counts all 192 dims, the extra 64 are used as they are, key rows come first, and the latent norms have
-#   their own epsilon.
+# - The scale counts all 192 numbers of a key, the extra 64 are used as they are, key rows come first, and the latent
+#   norms have their own epsilon.
 #
-# **Exercises.** 1. From which context on would it pay, in multiply-adds, to expand the keys and values of a chunk of
-# $T$ tokens once instead of absorbing? Count both with `expanded_fma`, `absorbed_fma` and the cost of expanding a
-# position. 2. Keep the cache in bf16: how far do outputs of the fixture move, and is that inside the gate? 3. Remove
-# `_FAINT` and time `case(..., hot=30)` again.
+# ## Exercises
+#
+# Answers: [exercises of part 3](../answers/03_mla.ipynb).
+#
+# 1. From which number $T$ of tokens in a chunk on would it pay, in multiply-adds, to expand the keys and values of all
+#    positions once instead of absorbing? Count with `expanded_fma`, `absorbed_fma` and the cost of expanding a
+#    position.
+# 2. Keep the cache in bf16. How far do the outputs of the fixture move, and is that inside the gate?
+# 3. Show that the weights which the cut at $e^{-60}$ sets to 0 cannot change a float32 sum, not even a million of them.
 #
 # Next: a layer chooses which depth to read. [3.2 Block attention residuals](02_residual.ipynb)

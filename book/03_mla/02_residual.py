@@ -1,28 +1,27 @@
 # %% [markdown]
 # # 3.2 Block attention residuals: a layer chooses its depth
 #
-# In most transformers a layer reads the sum of everything below it. K3's layers read a *mixture* instead: softmax
-# weights, computed anew for each token, over the embedding, the sums of earlier blocks of twelve layers, and the sum so
-# far. At the end you can mix, carry the blocks through the layers of any model, and show eleven wrong versions failing
-# their gates.
+# In most transformers a layer reads the sum of everything before it. K3's layers read a *mix* instead: a weighted
+# average of the embedding, of the sums of earlier blocks of twelve layers, and of the sum so far. The weights are
+# computed anew for each token. At the end you can say what is wrong with a plain sum, you can carry the blocks through
+# the layers of a model, and you have seen eleven wrong versions fail.
+#
+# > **Without it:** every layer reads one sum, in which each of 187 earlier results has a share that no later layer can
+# > change.
+# >
+# > **With it:** a layer chooses. It costs 258 kB<!--claim memory--> of memory for each token of a chunk, and
+# > 5.4 MB<!--claim weights--> of weights.
+#
+# Needs chapter [1.6] (RMSNorm). Runs in ten seconds. Makes `k3lib.residual`.
 #
 # [3.1 Gated MLA: attention that caches 576 numbers](01_mla.ipynb) ·
 # [contents](../README.md) ·
 # [4.1 The router: sixteen of 896, steered by a bias](../04_moe_router/01_router.ipynb)
 #
-# | symbol | meaning | shape in K3 | in code |
-# |---|---|---|---|
-# | $b_0$ | the embedding, first of the sources | 7168 | `sources[0]` |
-# | $b_1 \dots$ | finished block sums: what twelve layers added together | 7168 each | `sources[1:n-1]` |
-# | $p$ | running sum of the present block, the last source | 7168 | `sources[n-1]` |
-# | $w_n$ | norm weight, `*_res_norm` | 7168 | `norm_w` |
-# | $w_q$ | projection to one score, `*_res_proj` | 7168 | `proj_w` |
-# | $a_s$ | mixing weights over sources | up to 9 | `weights` |
-# | $h$ | what the layer's norm and its attention or experts see | 7168 | `out` |
-#
-# Equations: the published modelling code; `attn_res_block_size` is 12 in the config.
+# [1.6]: ../01_mxfp4/06_functions.ipynb
 
 # %%
+import sys
 import time
 from pathlib import Path
 
@@ -30,10 +29,30 @@ import matplotlib.pyplot as plt
 from safetensors.numpy import load_file
 
 from k3lib.checkpoint import Checkpoint
+from k3lib.config import read_config
 from k3lib.tensors import ATTENTION_NORMS, FINAL, tensor_name
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 plt.style.use(ROOT / "book" / "k3.mplstyle")
+sys.path.insert(0, str(ROOT / "book"))
+import schematics
+
+K3 = read_config(ROOT / "fixtures/k3")  # the numbers of the released model
+schematics.where(K3, "mix")
+
+# %% [markdown]
+# | symbol | meaning | shape in K3 | in code |
+# |---|---|---|---|
+# | $B_0$ | the embedding of the token, first of the sources | 7168 | `sources[0]` |
+# | $B_1, B_2 \dots$ | finished block sums: what twelve layers have added | 7168 each | `sources[1:n]` |
+# | $p$ | running sum of the present block, the last source | 7168 | `sources[n]` |
+# | $\gamma$ | weights of an RMSNorm, `*_res_norm` | 7168 | `norm_w` |
+# | $q$ | query of the mix: a learned vector, `*_res_proj` | 7168 | `proj_w` |
+# | $s_i$ | score of source $i$ | up to 9 | |
+# | $a_i$ | weight of source $i$, the softmax of the scores | up to 9 | `weights` |
+# | $m$ | the mix: what the layer's norm and its attention or experts see | 7168 | `h`, `out` |
+#
+# Equations: the published modelling code; `attn_res_block_size` is 12 in the config.
 
 # %% tags=["export"]
 import numpy as np
@@ -51,25 +70,61 @@ seed = 32
 toy_layers = 8  # of the model in 3.2.5
 toy_block = 3
 
+# %% [markdown]
+# ## 3.2.1 What is wrong with a plain sum, and a mix by hand
+#
+# In a plain residual stream layer $L$ reads $x_L = B_0 + y_1 + y_2 + \dots + y_{L-1}$, the sum of the embedding and of
+# all results before. The sum has one great merit: a layer that has nothing to say adds nothing, and the gradient
+# reaches every layer directly. It has three faults.
+#
+# - **A share that only shrinks.** Suppose that the results have similar lengths and unrelated directions. The sum of
+#   $n$ of them has $\sqrt n$ times the length of one. A layer norms what it reads, so the share of the embedding, and
+#   of any early result, falls like $1/\sqrt n$ with the depth. A late layer that wants to be heard must be louder than
+#   all others together.
+# - **One recipe for all.** Every later layer reads the same sum. A layer that needs an early result cannot ask for more
+#   of it.
+# - **No way back.** Two vectors that have been added cannot be told apart any more.
+#
+# Attention over tokens has the answer to such faults: keep the vectors apart and let the reader weigh them. Block
+# residuals do this over the depth. (These are arguments. Whether they were the reasons of K3's makers is a guess.)
+
+# %%
+rng = np.random.default_rng(seed)
+results = rng.standard_normal((187, 7168)) / np.sqrt(7168)  # the embedding and 186 results, each of length 1
+total = results.cumsum(0)
+for n in (1, 12, 48, 187):
+    share = results[0] @ total[n - 1] / np.linalg.norm(total[n - 1])
+    print(f"sum of {n:3} vectors: length {np.linalg.norm(total[n - 1]):5.2f}, share of the first {share:.2f}, "
+          f"1/sqrt(n) = {n ** -.5:.2f}")
 
 # %% [markdown]
-# ## 3.2.1 By hand: two sources
+# The wiring, with the numbers of K3. Keeping all 187 vectors of a token apart would take 5.4 MB.<!--claim all--> So K3
+# keeps the embedding and one sum for each block of twelve layers: nine vectors at most, 258 kB.
+
+# %%
+schematics.residual(K3)
+
+
+# %% [markdown]
+# **By hand.** Width 2, norm weights 1, query $q = (\tfrac52\ln 3,\ 0)$, no epsilon.
 #
-# Width 2, norm weight 1, projection $w_q = (\tfrac52\ln 3,\ 0)$, no epsilon.
-#
-# | source | $\mathrm{rms}$ | normed | score | weight |
+# | source | root mean square | normed | score $s$ | weight $a$ |
 # |---|---|---|---|---|
-# | $b_0 = (1, 1)$ | 1 | (1, 1) | 2.5 ln 3 | ¼ |
+# | $B_0 = (1, 1)$ | 1 | (1, 1) | 2.5 ln 3 | ¼ |
 # | $p = (7, 1)$ | 5 | (1.4, 0.2) | 3.5 ln 3 | ¾ |
 #
-# $h = ¼(1,1) + ¾(7,1) = (5.5, 1)$. The norm is for the score alone: the sources are mixed as they are. Ten times $p$
-# has the same score and the same weight, and gives $h = (52.75, 7.75)$: a large source stays large in the mix, but its
-# size does not raise its weight.
-#
+# $m = ¼(1,1) + ¾(7,1) = (5.5, 1)$. The norm is for the score alone: the sources are mixed as they are. Ten times $p$
+# has the same score and the same weight, and gives $m = (52.75, 7.75)$. So a long source stays long in the mix, but its
+# length does not raise its weight.
+
+# %% [markdown]
 # ## 3.2.2 The mix, in float64
 #
-# $$a_s = \mathrm{softmax}_s \big\langle \mathrm{RMSNorm}(b_s) \odot w_n,\ w_q \big\rangle,
-# \qquad h = \sum_s a_s\, b_s$$
+# $$s_i = \big\langle \mathrm{RMSNorm}(B_i) \odot \gamma,\ q \big\rangle, \qquad a = \mathrm{softmax}(s),
+# \qquad m = \sum_i a_i\, B_i$$
+#
+# The sum runs over all sources; the last one is $p$. This is softmax attention over depth: the normed source is the
+# key, the source itself is the value, and the query is a learned vector, one for each mix of each layer.
 
 # %%
 def rms64(x, eps):
@@ -101,9 +156,9 @@ for loud in (1, 10):
 # %% [markdown]
 # ## 3.2.3 The mix, in float32
 #
-# Norm weight and projection only ever meet as a product, so the score is one dot product over one root, and no normed
-# vector is written anywhere: $\langle b_s,\ w_n \odot w_q\rangle / \sqrt{\overline{b_s^2} + \varepsilon}$. As in 3.1,
-# weights below $e^{-60}$ are 0.
+# Norm weights and query only ever meet as a product. So the score is one dot product over one root, and no normed
+# vector is written anywhere: $s_i = \langle B_i,\ \gamma \odot q\rangle / \sqrt{\overline{B_i^2} + \varepsilon}$. As in
+# 3.1, weights below $e^{-60}$ are 0.
 
 # %% tags=["export"]
 @kernel
@@ -146,8 +201,10 @@ def depth_weights(sources: np.ndarray, n: int, norm_w: np.ndarray, proj_w: np.nd
 
 
 # %% [markdown]
-# The sum runs over sources in their order, each of the 7168 elements on its own. `out` may not be one of the sources:
-# the sum would read its own first term as that source, and later mixes read the source too. 3.2.6 shows the result.
+# The sum runs over the sources in their order, for each of the 7168 elements on its own. `out` may not be one of the
+# sources: the sum would overwrite a source that it still reads. [3.2.6] shows the result.
+#
+# [3.2.6]: #3.2.6-Four-wrong-forward-passes
 
 # %% tags=["export"]
 @kernel
@@ -186,9 +243,9 @@ print(y.round(5).tolist())
 assert np.allclose(y, [[5.5, 1]], rtol=1e-6)
 
 # %% [markdown]
-# `fixtures/ops/attn_res` holds nine sources whose size runs from 1e-3 to 1e4, mixed by fla-core's reference in float64
-# for $n = 1 \dots 9$, and once with scores in the hundreds. Allowed: 1e-5 of the largest output. With one source, the
-# mix must return that source unchanged.
+# `fixtures/ops/attn_res` holds nine sources whose size runs from 1e-3 to 1e4. fla-core's reference mixed one to nine of
+# them in float64, and once all nine with scores in the hundreds. The gate allows 1e-5 of the largest output. With one
+# source, the mix must return that source unchanged.
 
 # %%
 TOLERANCE = 1e-5
@@ -216,7 +273,7 @@ print("one source returns itself, bit for bit:", np.array_equal(mixed(1), source
 assert max(worst, worst_weight, hot) < TOLERANCE and np.array_equal(mixed(1), sources[0])
 
 # %% [markdown]
-# Tokens do not see each other: five at once and one at a time are the same bytes.
+# Tokens do not see each other: five at once and one at a time give the same bytes.
 
 # %%
 each = [mix(np.ascontiguousarray(sources[:, t:t + 1]), 9, norm_w, proj_w, 1e-5, np.empty((1, 64), np.float32))
@@ -229,7 +286,8 @@ assert alone
 # %% [markdown]
 # ## 3.2.4 Seven wrong mixes
 #
-# Each gives finite numbers of the usual size. The gate is the worst of the nine mixes, and the hot one.
+# Each gives finite numbers of the usual size. The gate takes the worst of nine mixes, with two to nine sources, and one
+# with scores in the hundreds.
 
 # %%
 def wrong_mix(scores=lambda b: rms64(b, 1e-5) * norm_w, values=lambda b: b, weigh=softmax64):
@@ -257,22 +315,33 @@ variants = {
     "softmax without the maximum": wrong_mix(weigh=careless),
 }
 truths = [fixture[f"out_{n}"] for n in range(2, 10)] + [fixture["out_hot"]]
-as_built = max(off(y, t) for y, t in zip([mixed(n) for n in range(2, 10)] + [mixed(9, fixture["proj_hot"])], truths))
-print(f"{'as built':28} {'passes' if as_built < TOLERANCE else 'FAILS'}")
+
+
+def gate(name, outputs, truths):
+    "All outputs, against all truths."
+    far = max(off(y, t) for y, t in zip(outputs, truths))
+    assert far < TOLERANCE, f"{name}: {far:.2g} of the largest, allowed {TOLERANCE}"
+    print(f"{name:28} passes")
+
+
+gate("as built", [mixed(n) for n in range(2, 10)] + [mixed(9, fixture["proj_hot"])], truths)
 for name, outputs in variants.items():
     far = max(off(y, t) for y, t in zip(outputs, truths))
     how_far = f"off by {far:.2g}" if far < np.inf else "not finite"
     print(f"{name:28} {'passes' if far < TOLERANCE else 'fails'}, {how_far}")
     assert far > 1e-2
 
+# %% tags=["raises-exception"]
+gate("sources normed in the mix", variants["sources normed in the mix"], truths)
+
 
 # %% [markdown]
 # ## 3.2.5 When a block is finished
 #
-# Two mixes a layer, one before attention and one before the feed-forward part. Where $L$ is a multiple of the block
-# size, the running sum joins the finished blocks *after* the first mix has read it, and a new sum starts with that
-# layer's attention output. One more mix comes after the last layer. Line for line, in float64, with the places to go
-# wrong as arguments:
+# There are two mixes a layer, one before attention and one before the feed-forward part. Where $L$ is a multiple of the
+# block size, the running sum joins the finished blocks *after* the first mix has read it. A new sum then starts with
+# that layer's attention output. One more mix comes after the last layer. Line for line, in float64. The places to go
+# wrong are arguments:
 
 # %%
 def forward64(p, layers, block_size, final, clear=True, late=False, last_mix=True):
@@ -329,7 +398,7 @@ print("sources of every mix:", counts)
 
 
 # %% [markdown]
-# The decoder keeps all sources in one array, finished blocks first and the running sum behind them: starting a block is
+# The decoder keeps all sources in one array, finished blocks first and the running sum behind them. Starting a block is
 # then `n += 1`, and nothing is copied. Its mixes are the exported ones, in float32.
 
 # %%
@@ -381,9 +450,9 @@ assert off(h, oracle["hidden_output_mix"]) < TOLERANCE
 # %% [markdown]
 # ### Look: weights over depth
 #
-# The mix before each layer's attention, averaged over the oracle's twelve prompt tokens. Every row must sum to 1, and a
-# block may only be read after it was finished: that is the staircase. The weights are random, so there is no more to
-# read in it than that.
+# The mix before each layer's attention, averaged over the twelve tokens of the fixture's prompt. Every row must sum to
+# 1, and a block may be read only after it was finished: that is the staircase. The weights of this model are random, so
+# the colours say nothing else.
 
 # %%
 table = np.full((13, 6), np.nan)
@@ -409,7 +478,7 @@ plt.show()
 # ## 3.2.6 Four wrong forward passes
 #
 # On the toy: the boundary forgets to restart the sum; the block is finished one layer too late; the final mix is
-# missing. The last one writes the final mix over its own input, as an engine that saves a buffer would.
+# missing. The last one writes the final mix over its own input, as an engine would that saves a buffer.
 
 # %%
 def over_itself(sources, weights, out):
@@ -428,10 +497,13 @@ wrong = {
     "final mix missing": forward64(embedding.astype(np.float64), layers, toy_block, final, last_mix=False)[0],
     "final mix over its running sum": over_itself(stack, a, stack[-1]),
 }
-print(f"{'as built':32} {'passes' if off(found, truth) < TOLERANCE else 'FAILS'}")
+gate("as built", [found], [truth])
 for name, bad in wrong.items():
     print(f"{name:32} {'passes' if off(bad, truth) < TOLERANCE else 'fails'}, off by {off(bad, truth):.2g}")
     assert off(bad, truth) > 1e-2
+
+# %% tags=["raises-exception"]
+gate("sum not restarted", [wrong["sum not restarted"]], [truth])
 
 # %% [markdown]
 # The exported mix refuses the last one, and shapes that do not fit.
@@ -446,9 +518,9 @@ for n, out in ((9, sources[8]), (10, np.empty((5, 64), np.float32)), (9, np.empt
 # %% [markdown]
 # ## 3.2.7 How many sources, for K3
 #
-# 93 layers in blocks of 12: each of the layers 0, 12, …, 84 finishes a block, so eight sources are finished when the
-# last layer runs, the embedding among them, and the running sum is the ninth. Counted by the forward pass itself, with
-# layers that do nothing:
+# 93 layers in blocks of 12: each of the layers 0, 12, …, 84 finishes a block. So eight sources are finished when the
+# last layer runs, the embedding among them, and the running sum is the ninth. Here the forward pass itself counts them,
+# with layers that do nothing:
 
 # %%
 nothing = (lambda h: h, lambda h: h, (np.ones(1), np.ones(1), 1e-5), (np.ones(1), np.ones(1), 1e-5))
@@ -470,9 +542,10 @@ plt.show()
 
 # %%
 width = 7168
-print(f"sources of one token: {9 * width * 4:,} bytes; of a chunk of 64: {64 * 9 * width * 4 / 1e6:.1f} MB, "
-      "needed for one forward pass only")
-print(f"weights: {(4 * 93 + 2) * width * 2 / 1e6:.1f} MB in bf16, of a trunk of 108,812 MB")
+print(f"nine sources of one token: {9 * width * 4 / 1e3:.0f} kB")  # claim memory
+print(f"    of a chunk of 64: {64 * 9 * width * 4 / 1e6:.1f} MB, needed for one forward pass only")
+print(f"all 187 vectors of a token apart: {187 * width * 4 / 1e6:.1f} MB")  # claim all
+print(f"weights: {(4 * 93 + 2) * width * 2 / 1e6:.1f} MB in bf16")  # claim weights
 print(f"arithmetic: {sum(counts) * 3 * width / 1e6:.0f} M multiply-adds a token "
       "(two dot products and a sum for each source read)")
 
@@ -517,15 +590,20 @@ for name, version, _ in versions:
 # %% [markdown]
 # ## Summary
 #
-# - Score by the normed source, mix the raw one; the softmax is over depth, for every token anew.
-# - At a block's first layer the sum is read, becomes a finished block, and restarts; one mix more follows the last
-#   layer.
-# - At 93 layers and blocks of 12 a mix has at most 9 sources, and no mix may write where a source lies.
+# - A plain sum gives each earlier result a share that shrinks with depth and that no layer can change. A mix keeps the
+#   sums of blocks apart and lets each layer weigh them.
+# - Score by the normed source, mix the raw one. The softmax is over depth, for every token anew.
+# - At a block's first layer the sum is read, becomes a finished block, and restarts. One mix more follows the last
+#   layer. At 93 layers and blocks of 12 a mix has at most 9 sources.
 #
-# **Exercises.** 1. With blocks of 1 a layer could choose among all layers below. How many sources does the final mix
-# have, and what does a chunk of 64 tokens cost in memory? 2. Show that scaling one source by any positive factor leaves
-# all weights unchanged when $\varepsilon = 0$, and find the source size at which $\varepsilon = 10^{-5}$ halves a
-# score. 3. Make `out` of the second mix of each layer the array `y` of its attention in `forward32`: why is that
-# allowed?
+# ## Exercises
 #
-# Next: which sixteen of 896 experts read $h$. [4.1 The router](../04_moe_router/01_router.ipynb)
+# Answers: [exercises of part 3](../answers/03_mla.ipynb).
+#
+# 1. With blocks of 1 a layer could choose among all layers before it. How many sources does the final mix have, and
+#    what does a chunk of 64 tokens cost in memory?
+# 2. Show that multiplying one source by any positive factor leaves all weights unchanged when $\varepsilon = 0$, and
+#    find the size of a source at which $\varepsilon = 10^{-5}$ halves a score.
+# 3. Make `out` of the second mix of each layer the array `y` of its attention in `forward32`: why is that allowed?
+#
+# Next: which sixteen of 896 experts read the mix. [4.1 The router](../04_moe_router/01_router.ipynb)

@@ -5,6 +5,8 @@
 # exceptions: calls that some operating system lacks. At the end you can say, for each of them, what the engine does on
 # a system without it.
 #
+# Needs only Python. Runs in seconds. Makes `k3lib.system`.
+#
 # [4.2 Latent experts: sixteen in half the width, two that always speak](../04_moe_router/02_moe.ipynb) ·
 # [contents](../README.md) ·
 # [5.2 Files read whole or refused, written whole or not at all](02_fileio.ipynb)
@@ -30,10 +32,12 @@
 # | free memory of the machine | `/proc/meminfo` | all its memory, by `sysconf` |
 # | open files, threads, addresses | `getrlimit`, `setrlimit` | there are no limits |
 # | a pipe that does not block | `os.set_blocking` | none: Windows does not need it |
-# | a lock that ends with its process | `flock` | none: what is written has names of its own (5.19.4) |
+# | a lock that ends with its process | `flock` | none: what is written has names of its own ([5.19.4]) |
 #
 # Linux on x86-64 is what the engine was run on; aarch64 was emulated. macOS and Windows were only simulated, by
 # removing the calls that they lack.
+#
+# [5.19.4]: 19_pack.ipynb#5.19.4-A-name-means-that-the-file-is-right
 
 # %% tags=["export"]
 import ctypes
@@ -537,8 +541,9 @@ def thread_shortage(wanted: int, what: str) -> str | None:
     found = startable_threads(wanted)
     if found == wanted:
         return None
-    return (f"{what} starts {wanted} thread{'s' * (wanted > 1)}, but this process can start {found} more: run it where "
-            "`ulimit -u` and the container allow more")
+    return address_shortage(0, wanted) or (
+        f"{what} starts {wanted} thread{'s' * (wanted > 1)}, but this process can start {found} more: run it where "
+        "`ulimit -u` and the container allow more")
 
 
 STACK_BYTES = 8 << 20  # of a thread, where `ulimit -s` sets no other size
@@ -562,6 +567,17 @@ def address_shortage(nbytes: int, threads: int) -> str | None:
             return (f"this process would reserve {needed / 1e6:.0f} MB, {threads} threads included, but is limited to "
                     f"{allowed / 1e6:.0f} MB: run it where `ulimit {option}` is at least {-(-needed // 1024)}")
     return None
+
+
+# %% [markdown]
+# numpy, numba and LLVM alone reserve some 400 MB of addresses. Where they do not get them they fail in many ways,
+# before there is a plan. `memory_limits` is what an error message adds then.
+
+# %% tags=["export"]
+def memory_limits() -> str:
+    "The limits of addresses and of private memory that are set for this process, as text; '' if none is."
+    limits = [(raised_limit(name, 0), option) for name, (_, _, option) in ADDRESS_LIMITS.items()]
+    return ", ".join(f"`ulimit {option}` is {allowed // 1024}" for allowed, option in limits if allowed is not None)
 
 
 # %% [markdown]

@@ -5,9 +5,25 @@
 # the end of this chapter you can read a file so that no such fault is taken for data, and write one so that a power cut
 # leaves the old file or the new one, never a part of either.
 #
+# Needs chapter [5.1] (what the system offers). Runs in seconds. Makes `k3lib.fileio`.
+#
 # [5.1 What depends on the operating system](01_system.ipynb) ·
 # [contents](../README.md) ·
 # [5.3 A config that is accepted, or refused](03_config.ipynb)
+#
+# [5.1]: 01_system.ipynb
+
+# %%
+import sys
+from pathlib import Path
+
+from k3lib.config import read_config
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+sys.path.insert(0, str(ROOT / "book"))
+import schematics
+
+schematics.where(read_config(ROOT / "fixtures/k3"), "files")
 
 # %% tags=["export"]
 import errno
@@ -115,6 +131,10 @@ def given_path(name: str, value: str | os.PathLike[str]) -> Path:
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(path, str) or not path or "\0" in path:
         raise wrong_argument(name, value, "a path: text that is not empty, or an os.PathLike")
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        raise UsageError(f"{name} is {path!a}, expected a path that the file system can encode") from None
     try:
         return Path(path).absolute()
     except OSError as error:  # there is no name of the current folder
@@ -379,10 +399,27 @@ def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 # %% [markdown]
 # A file must never be found incomplete under its final name. So the bytes go to a hidden file in the same folder. When
 # they are on the disk, the hidden file is renamed, in one step, and the folder is synced because it holds the name
-# (5.1.4). Before the renaming a caller may check what was written: the copy of the trunk in 5.19 gets its name only if
-# it equals the original.
+# ([5.1.4]). Before the renaming a caller may check what was written: the copy of the trunk in 5.19 gets its name only
+# if it equals the original.
+#
+# Renaming removes what had the name before. For a user with all rights that may be a device: a state saved to
+# `/dev/null` would take it from every program of the machine. So only a regular file is replaced. A link is not,
+# because the file that it leads to would keep its old bytes.
+#
+# [5.1.4]: 01_system.ipynb#5.1.4-A-name-that-survives-a-power-cut
 
 # %% tags=["export"]
+def refuse_to_replace(path: Path) -> None:
+    """Raise UsageError if `path` is a link, a folder, a device or a pipe. It may be a regular file, or nothing.
+
+    Raises MissingFile if there is no folder to write it in.
+    """
+    if path.is_symlink() or path.exists() and not path.is_file():
+        raise UsageError(f"{path}: is no regular file, so it will not be replaced by one")
+    if not path.parent.is_dir():
+        raise MissingFile(f"{path}: there is no folder {path.parent} to write it in")
+
+
 @contextmanager
 def whole_file(
     path: str | os.PathLike[str], check: Callable[[Path], object] | None = None
@@ -391,9 +428,10 @@ def whole_file(
 
     `check(part)`, if given, is called with the path of the complete file before it gets its name. If the block or
     `check` raises, the old file at `path` stays as it was and the new one is removed. Raises UsageError if `path` is no
-    path.
+    path, or not that of a regular file, and MissingFile if its folder does not exist.
     """
     path = given_path("path", path)
+    refuse_to_replace(path)
     part = path.with_name(f".{path.name[:40]}.{uuid.uuid4().hex}.part")  # two threads may write `path` at once
     try:
         with writing(part) as file:

@@ -5,9 +5,28 @@
 # of this chapter you can turn that file into 30 numbers that the rest of the book relies on, or refuse it with one line
 # that says why.
 #
+# Needs chapter [5.2] (files) and the parts of the model, chapters [2.2] to [4.2]. Runs in seconds. Makes
+# `k3lib.config`.
+#
 # [5.2 Files read whole or refused, written whole or not at all](02_fileio.ipynb) ·
 # [contents](../README.md) ·
 # [5.4 The one table of tensors](04_tensors.ipynb)
+#
+# [5.2]: 02_fileio.ipynb
+# [2.2]: ../02_kda/02_kda.ipynb
+# [4.2]: ../04_moe_router/02_moe.ipynb
+
+# %%
+import sys
+from pathlib import Path
+
+from k3lib.config import read_config
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+sys.path.insert(0, str(ROOT / "book"))
+import schematics
+
+schematics.where(read_config(ROOT / "fixtures/k3"), "files")
 
 # %%
 import shutil
@@ -29,17 +48,19 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 # |---|---|---|---|
 # | $L$ | layer, counted from 0 | 0..92 | `L` |
 # | $H$ | width of the residual stream | 7168 | `hidden_size` |
-# | $V$ | vocabulary | 163,840 | `vocab_size` |
-# | $P$ | KDA heads times head width | 96 x 128 | `kda_num_heads * kda_head_dim` |
-# | $A$ | MLA heads | 96 | `num_attention_heads` |
-# | $E$, $k$ | routed experts in a layer, chosen for a token | 896, 16 | `num_experts`, `num_experts_per_token` |
-# | $m$, $z$ | width of an expert, of its latent | 3072, 3584 | `moe_intermediate_size`, `routed_expert_hidden_size` |
+# | `V` | vocabulary | 163,840 | `vocab_size` |
+# | `P` | KDA heads times head width | 96 x 128 | `kda_num_heads * kda_head_dim` |
+# | `A` | MLA heads | 96 | `num_attention_heads` |
+# | `E`, `k` | routed experts in a layer, chosen for a token | 896, 16 | `num_experts`, `num_experts_per_token` |
+# | `m`, `z` | width of an expert, of its latent | 3072, 3584 | `moe_intermediate_size`, `routed_expert_hidden_size` |
 #
 # ## 5.3.1 The file
 #
-# The file is read by the strict JSON reader of 5.2.3, and its size is checked before the first byte is read. The
+# The file is read by the strict JSON reader of [5.2.3], and its size is checked before the first byte is read. The
 # released file has a few thousand bytes. The bound of 4 MB leaves room for a long list of tensor names in the
 # quantization's exceptions, and hostile text of that size makes less than 100 MB of Python objects.
+#
+# [5.2.3]: 02_fileio.ipynb#5.2.3-JSON,-read-strictly
 
 # %% tags=["export"]
 import json
@@ -543,7 +564,7 @@ plt.show()
 
 
 # %% [markdown]
-# Neither mistake crashes here. Both are refused by the comparison of 5.4.3: the tensors that they imply are not those
+# Neither mistake crashes here. Both are refused by the comparison of [5.4.3]: the tensors that they imply are not those
 # in the files.
 
 # %% [markdown]
@@ -555,7 +576,7 @@ plt.show()
 # %%
 def refusal(*changes):
     "The message for the embedded model's config after `changes`: (dotted path, new value or None to delete)."
-    tree = json.loads((MODEL / "config.json").read_text())
+    tree = json.loads((MODEL / "config.json").read_bytes())
     for path, value in changes:
         *above, key = path.split(".")
         part = tree["text_config"]

@@ -5,24 +5,42 @@
 # the one to the other. At the end you can say of any tensor its name, its type and shape, the part of the model it
 # belongs to, and when the forward pass uses it. And you can refuse files that do not hold exactly these tensors.
 #
+# Needs chapter [5.3] (the config). Runs in seconds. Makes `k3lib.tensors`.
+#
 # [5.3 A config that is accepted, or refused](03_config.ipynb) ·
 # [contents](../README.md) ·
 # [5.5 Headers, and half a million tensors in four columns](05_header.ipynb)
+#
+# [5.3]: 03_config.ipynb
+
+# %%
+import sys
+from pathlib import Path
+
+from k3lib.config import read_config
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+sys.path.insert(0, str(ROOT / "book"))
+import schematics
+
+schematics.where(read_config(ROOT / "fixtures/k3"), "files")
 
 # %% [markdown]
 # A name that is spelled in two places will be misspelled in one of them. An order in one list and shapes in another
 # will not stay in agreement. So no other module spells a tensor's name: reading, planning, multiplying and copying all
 # use this table.
 #
-# | symbol | meaning | in K3 |
+# The letters below stand for sizes, in the table of this chapter's code and nowhere else.
+#
+# | size | meaning | in K3 |
 # |---|---|---|
-# | $H$, $V$ | width of the residual stream, vocabulary | 7168, 163,840 |
-# | $P$, $h$, $d$, $k$ | KDA: heads times head width, heads, head width, convolution | 12,288, 96, 128, 4 |
-# | $q$, $c$, $R$ | MLA: query rank, latent rank, latent and extra dims | 1536, 512, 576 |
-# | $Q$, $O$ | MLA: query rows, output columns | 18,432, 12,288 |
-# | $K$, $r$ | MLA: key and value rows of all heads, of one head | 24,576, 256 |
-# | $I$ | width of the dense MLP | 33,792 |
-# | $E$, $z$, $m$, $S$ | experts, their latent, their width, width of the shared path | 896, 3584, 3072, 6144 |
+# | `H`, `V` | width of the residual stream, vocabulary | 7168, 163,840 |
+# | `P`, `h`, `d`, `k` | KDA: heads times head width, heads, head width, convolution | 12,288, 96, 128, 4 |
+# | `q`, `c`, `R` | MLA: query rank, latent rank, latent and extra dims | 1536, 512, 576 |
+# | `Q`, `O` | MLA: query rows, output columns | 18,432, 12,288 |
+# | `K`, `r` | MLA: key and value rows of all heads, of one head | 24,576, 256 |
+# | `I` | width of the dense MLP | 33,792 |
+# | `E`, `z`, `m`, `S` | experts, their latent, their width, width of the shared path | 896, 3584, 3072, 6144 |
 
 # %% tags=["export"]
 import re
@@ -81,7 +99,7 @@ def _rows(prefix: str, *lines: tuple[str, ...]) -> tuple[Row, ...]:
 
 # %% [markdown]
 # Before each half of a layer, the residual stream is mixed over depth (3.2) and normed. Then one of two kinds of
-# attention follows. `A_log` has one entry a head, but the released files pad it to the head width: its length $a$ is
+# attention follows. `A_log` has one entry a head, but the released files pad it to the head width: its length `a` is
 # 128 for 96 heads. MLA multiplies by the key and value rows of one head at a time, so the rows of a head of `kv_b_proj`
 # stay together.
 
@@ -388,8 +406,10 @@ assert len(bytes_of) == 497_220 - 168
 assert sum(bytes_of.values()) == 1_560_860_324_864 - 92_289_024 - 802_428_928
 
 # %% [markdown]
-# This comparison refuses the two mistakes of 5.3.7. Layer lists that are counted from zero, or replaced by the rule of
-# four, imply other tensors than the embedded model holds: its last two layers are both MLA, too.
+# This comparison refuses the two mistakes of [5.3.7]. Layer lists that are counted from zero, or replaced by the rule
+# of four, imply other tensors than the embedded model holds: its last two layers are both MLA, too.
+#
+# [5.3.7]: 03_config.ipynb#5.3.7-Two-traps-of-the-layer-lists
 
 # %%
 everyone = range(small.num_hidden_layers)
@@ -473,8 +493,10 @@ def is_router(name: str) -> bool:
 # Spelling half a million names takes a second, so a checkpoint is compared by families. Tensors that differ only in
 # layer and expert are one family, and the index answers for all of them at once. `A_log` may have any padding after its
 # heads, and no code may read the padding. A checkpoint may also hold the layers that predict further tokens, if its
-# config says how many they are (5.3.4). Their tensors are not looked at. Without that number, a layer too many is
+# config says how many they are ([5.3.4]). Their tensors are not looked at. Without that number, a layer too many is
 # refused: the config may be that of another model.
+#
+# [5.3.4]: 03_config.ipynb#5.3.4-Layer-lists-count-from-one
 
 # %% tags=["export"]
 class Family(NamedTuple):

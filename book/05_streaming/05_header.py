@@ -3,19 +3,36 @@
 #
 # Kimi K3 is 1.56 TB in 96 files: too much to load only to see which tensors it holds. Each file begins with a header
 # that says where its tensors lie. At the end of this chapter you can read such a header, refuse one that contradicts
-# itself or its file, and keep the places of all 497,220 tensors in 12 MB.
+# itself or its file, and keep the places of all 497,220 tensors in 12 MB.<!--claim index-->
+#
+# Needs chapters [5.2] (files) and [5.4] (names). Runs in seconds. Makes `k3lib.header`.
 #
 # [5.4 The one table of tensors](04_tensors.ipynb) ·
 # [contents](../README.md) ·
 # [5.6 Where 1.56 TB lie](06_census.ipynb)
+#
+# [5.2]: 02_fileio.ipynb
+# [5.4]: 04_tensors.ipynb
+
+# %%
+import sys
+from pathlib import Path
+
+from k3lib.config import read_config
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+sys.path.insert(0, str(ROOT / "book"))
+import schematics
+
+schematics.where(read_config(ROOT / "fixtures/k3"), "files")
 
 # %% [markdown]
 # | symbol | meaning | in code |
 # |---|---|---|
-# | $n$ | length of the header's JSON text, the file's first 8 bytes, little-endian | `n` |
-# | $[b, e)$ | a tensor's bytes, counted from the **end of the header** | `begin`, `end` |
-# | $o = 8 + n + b$ | the same place counted from the start of the file | `Extent.offset` |
-# | $L$, $E$ | layer and expert, the numbers inside a name | `layer`, `expert` |
+# | `n` | length of the header's JSON text, the file's first 8 bytes, little-endian | `n` |
+# | `[b, e)` | a tensor's bytes, counted from the **end of the header** | `begin`, `end` |
+# | `8 + n + b` | the same place counted from the start of the file | `Extent.offset` |
+# | `L`, `E` | layer and expert, the numbers inside a name | `layer`, `expert` |
 
 # %%
 import struct
@@ -116,11 +133,13 @@ def header_bytes(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
 assert header_bytes([("a", "F32", [2]), ("b", "BF16", [1, 3])])[8:].rstrip() == text
 
 # %% [markdown]
-# An entry is right if it has the three fields and whole numbers, and if its shape fills its bytes exactly: $8 (e - b) =
-# \text{bits} \cdot \prod \text{shape}$. Other fields are ignored, as in the format's own library. New versions of the
-# format bring new types. A type whose bits are not known here says nothing about the shape, so only the place is
+# An entry is right if it has the three fields and whole numbers, and if its shape fills its bytes exactly: `8 (e -
+# b)` = bits times the product of the shape. Other fields are ignored, as in the format's own library. New versions of
+# the format bring new types. A type whose bits are not known here says nothing about the shape, so only the place is
 # checked. That is enough for a tensor that nothing is computed from. The types of all other tensors are compared with
-# the config's (5.4.5).
+# the config's ([5.4.5]).
+#
+# [5.4.5]: 04_tensors.ipynb#5.4.5-The-files-against-the-list
 
 # %% tags=["export"]
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -261,8 +280,10 @@ for old, new in (('{"a"', '{"__metadata__":null,"a"'), ('{"a"', '{"__metadata__"
 # The header's length is checked before the header is read, against the file's size and against 100 MB. A damaged length
 # of $2^{63}$ must not become an allocation, and 300 MB of brackets must not be parsed. The bound is the format's own;
 # all 497,220 tensors in one file would need a header of 76 MB. Python's objects take about fifteen times the memory of
-# the text they are read from, so the parser above refuses more than 16 MB. A longer header is read by columns (5.5.4),
-# or refused.
+# the text they are read from, so the parser above refuses more than 16 MB. A longer header is read by columns
+# ([5.5.4]), or refused.
+#
+# [5.5.4]: #5.5.4-By-columns
 
 # %% tags=["export"]
 def read_header(file: FileIO, where: str) -> tuple[int, int, bytearray]:
@@ -384,13 +405,15 @@ assert all(quick_header(text.decode().replace(old, new, 1).encode(), 16 if label
 # %% [markdown]
 # ## 5.5.5 A name is three small integers
 #
-# A name is a pattern and two numbers, the layer and the expert (5.4.2). The three fit one 63-bit key.
+# A name is a pattern and two numbers, the layer and the expert ([5.4.2]). The three fit one 63-bit key.
 #
-# $$\text{key} = (\text{pattern} \cdot 2^{20} + (L+1)) \cdot 2^{20} + (E+1)$$
+# $$\text{key} = (\text{pattern} \cdot 2^{20} + (\text{layer}+1)) \cdot 2^{20} + (\text{expert}+1)$$
 #
 # Splitting one name at a time takes a regular expression, two calls of `int` and a tuple for each of 497,220 names. But
 # all except 2,628 names belong to experts and begin alike. So one regular expression splits all names of a file, numpy
 # makes their keys, and only the names of other tensors are split one by one.
+#
+# [5.4.2]: 04_tensors.ipynb#5.4.2-Names
 
 # %% tags=["export"]
 PATTERNS_MAX = 1 << 20  # a key has room for 2^23
@@ -576,7 +599,10 @@ class TensorIndex(TensorIndex):
 
 
 # %% [markdown]
-# The last methods answer for many tensors at once: for the census (5.6) and for the comparison with the config (5.4.5).
+# The last methods answer for many tensors at once: for the census (5.6) and for the comparison with the config
+# ([5.4.5]).
+#
+# [5.4.5]: 04_tensors.ipynb#5.4.5-The-files-against-the-list
 
 # %% tags=["export"]
 class TensorIndex(TensorIndex):
@@ -669,7 +695,7 @@ for way, build in {
     each = weigh(build) / len(rows)
     print(f"{way:36s}{each:5.0f} bytes a tensor {each * 497_220 / 1e6:5.0f} MB for 497,220")
 each = sum(column.nbytes for column in (index.key, index.offset, index.kind, index.shard)) / len(index)
-print(f"{'four sorted columns':36s}{each:5.0f} bytes a tensor {each * 497_220 / 1e6:5.0f} MB")
+print(f"{'four sorted columns':36s}{each:5.0f} bytes a tensor {each * 497_220 / 1e6:5.0f} MB")  # claim index
 
 
 # %% [markdown]
@@ -714,7 +740,10 @@ for what, plain, columns in (
 #   byte, or one line that says what is wrong. What no number depends on is counted, not refused.
 # - Half a million entries are checked as columns. A header that fails is read again, entry by entry, to name the fault.
 #
-# **Exercises.**
+# **Exercises.** Answer to 1: [exercises of part 5](../answers/05_streaming.ipynb).
+#
 # 1. Swap the `data_offsets` of two tensors of equal shape. Why does no check of this chapter notice it, and what would?
-# 2. Put a tensor of shape `[0]` at the front, in the middle and at the end of a file. Which of the checks of 5.5.2 must
-#    accept it?
+# 2. Put a tensor of shape `[0]` at the front, in the middle and at the end of a file. Which of the checks of [5.5.2]
+#    must accept it?
+#
+# [5.5.2]: #5.5.2-Parsing-a-header

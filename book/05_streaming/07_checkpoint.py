@@ -5,9 +5,26 @@
 # you can open one from its headers alone, refuse it if a file is missing or if the list and the files disagree about a
 # tensor that is computed with, and read any of its tensors.
 #
+# Needs chapters [5.3] to [5.6]. Runs in seconds. Makes `k3lib.checkpoint`.
+#
 # [5.6 Where 1.56 TB lie](06_census.ipynb) ·
 # [contents](../README.md) ·
 # [5.8 Ninety-three layers, one forward pass a token](08_model.ipynb)
+#
+# [5.3]: 03_config.ipynb
+# [5.6]: 06_census.ipynb
+
+# %%
+import sys
+from pathlib import Path
+
+from k3lib.config import read_config
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+sys.path.insert(0, str(ROOT / "book"))
+import schematics
+
+schematics.where(read_config(ROOT / "fixtures/k3"), "files")
 
 # %% tags=["parameters"]
 layers = 93  # of the sparse copy of the released shape, section 5.7.5
@@ -17,15 +34,15 @@ experts = 896
 import os
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import numpy as np
 
 from k3lib.census import Census, Contiguity, census, contiguity
 from k3lib.config import Config
 from k3lib.fileio import (
-    CheckpointError, Fingerprint, MissingFile, ResourceError, Unusual, fingerprint, given_path, json_object, open_shard,
-    read_exactly, read_fault, shown_value, wrong_argument,
+    CheckpointError, Fingerprint, MissingFile, ResourceError, Unusual, UsageError, fingerprint, given_path, json_object,
+    open_shard, read_exactly, read_fault, shown_value, wrong_argument,
 )
 from k3lib.header import ARRAY_DTYPES, NUMBER_MASK, Extent, TensorIndex, read_header, tensor_fault
 from k3lib.system import allow_open_files, open_files_shortage
@@ -97,11 +114,13 @@ def shard_names(folder: str | os.PathLike[str], names: list[str]) -> list[str]:
 #
 # A checkpoint of several files comes with a list, `model.safetensors.index.json`: for each tensor, the file that holds
 # it. Where there is a list, it says which files are meant, whatever their names are and whatever else lies in the
-# folder. As one Python object, the list of the release would take more memory than all else in this chapter (5.5.7). So
-# it is read a quarter of a megabyte at a time, and each block is cut after the last name of a file. There one part is
-# closed with `}}` and the next is opened with `{"weight_map":{`, so that each part is a JSON object, which is read as
-# strictly as a header. A list may hold more than the tensors, and a cut inside of that gives no such object. Then the
-# next block is read, too, before a cut is tried again.
+# folder. As one Python object, the list of the release would take more memory than all else in this chapter ([5.5.7]).
+# So it is read a quarter of a megabyte at a time, and each block is cut after the last name of a file. There one part
+# is closed with `}}` and the next is opened with `{"weight_map":{`, so that each part is a JSON object, which is read
+# as strictly as a header. A list may hold more than the tensors, and a cut inside of that gives no such object. Then
+# the next block is read, too, before a cut is tried again.
+#
+# [5.5.7]: 05_header.ipynb#5.5.7-What-the-index-costs
 
 # %% tags=["export"]
 INDEX = "model.safetensors.index.json"
@@ -153,7 +172,9 @@ def index_pieces(path: str) -> Iterator[dict]:
 
 
 # %% [markdown]
-# Of each listed tensor the sort key of its name is kept (5.5.5), and a number for its file: 12 bytes.
+# Of each listed tensor the sort key of its name is kept ([5.5.5]), and a number for its file: 12 bytes.
+#
+# [5.5.5]: 05_header.ipynb#5.5.5-A-name-is-three-small-integers
 
 # %% tags=["export"]
 class Listed(NamedTuple):
@@ -278,8 +299,10 @@ def _check_unlisted(index, listed, rows):
 #
 # A checkpoint is opened in four steps: read the list, find the files, read their headers into the index of 5.5, compare
 # the list with it. The files stay open. The fingerprint of each is kept, so that a file that is replaced during a run
-# is noticed (5.9). The process may need more open files than the system grants at first (5.1.7): one here, and up to
+# is noticed (5.9). The process may need more open files than the system grants at first ([5.1.7]): one here, and up to
 # two for the reader of 5.9, which bypasses the page cache where it can.
+#
+# [5.1.7]: 01_system.ipynb#5.1.7-Limits-of-a-process,-and-signals
 
 # %% tags=["export"]
 DESCRIPTORS_A_FILE = 3  # one in Checkpoint, one or two in the reader of 5.9
@@ -350,10 +373,16 @@ class Checkpoint(Checkpoint):
     def __del__(self) -> None:
         self.close()
 
+    def __reduce__(self) -> NoReturn:
+        "Neither copied nor pickled: two objects would close the same files. Raises UsageError."
+        raise UsageError(f"a Checkpoint holds open files, so it has no copies: open {self.path} again")
+
 
 # %% [markdown]
 # These methods tell which tensors the checkpoint has, and where they lie. The error for an absent name says how many
-# tensors and files were searched. A name that is no text, or a number that is none, is refused by name (5.2.1).
+# tensors and files were searched. A name that is no text, or a number that is none, is refused by name ([5.2.1]).
+#
+# [5.2.1]: 02_fileio.ipynb#5.2.1-Kinds-of-error
 
 # %% tags=["export"]
 def given_text(name: str, value: str) -> str:
@@ -508,7 +537,7 @@ for file in oracle.files:
         assert (oracle.extent(name).dtype, list(ours.shape)) == (theirs["dtype"], theirs["shape"]), name
         assert ours.tobytes() == theirs["data"], name
         compared += ours.nbytes
-total = json.loads((MODEL / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
+total = json.loads((MODEL / "model.safetensors.index.json").read_bytes())["metadata"]["total_size"]
 assert compared == total and len(oracle) == len(set(oracle.names()))
 print(f"{len(oracle):,} tensors, {compared:,} bytes equal")
 
@@ -521,7 +550,7 @@ print(f"{len(oracle):,} tensors, {compared:,} bytes equal")
 def listed(change):
     "What opening the embedded model says, with its index changed by change(index), as links to its files."
     with tempfile.TemporaryDirectory() as other:
-        index = json.loads((MODEL / INDEX).read_text())
+        index = json.loads((MODEL / INDEX).read_bytes())
         change(index)
         Path(other, INDEX).write_text(json.dumps(index))
         for file in oracle.files:
@@ -550,7 +579,9 @@ for change in (
 assert listed(lambda index: None) == "accepted; "
 
 # %% [markdown]
-# The two silent mistakes of 5.5.1 must fail this comparison, or the comparison proves nothing.
+# The two silent mistakes of [5.5.1] must fail this comparison, or the comparison proves nothing.
+#
+# [5.5.1]: 05_header.ipynb#5.5.1-By-hand:-a-file-of-two-tensors
 
 # %%
 name = tensor_name(3, "mla", "q_b_proj")
@@ -620,7 +651,8 @@ scratch.cleanup()
 # - Two silent mistakes, an offset from the file's start and BF16 read as float16, fail the comparison with another
 #   reader.
 #
-# **Exercises.**
+# **Exercises.** Answer to 1: [exercises of part 5](../answers/05_streaming.ipynb).
+#
 # 1. Write `rows(checkpoint, name, first, count)` with `extent` and `read_exactly`, so that a token's row of the
 #    embedding is read in 14,336 bytes and not in 2.35 GB. Compare it with `raw(name)[first:first + count]`.
 # 2. Add `"made_from": ["a.safetensors", "b.safetensors"]` to a list's metadata. For which values of `INDEX_BLOCK` does

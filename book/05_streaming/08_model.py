@@ -1,32 +1,36 @@
 # %% [markdown]
 # # 5.8 Ninety-three layers, one forward pass a token
 #
-# Kimi K3's text stack is one loop over 93 layers. Each layer mixes the residual blocks, attends (KDA or MLA), mixes
-# again and feeds forward. Every part has had its chapter. What is left to get wrong is the loop itself: which layer is
-# which, what is added to what, and where a block ends. A mistake there fails no shape check, and the model still writes
-# text.
+# Kimi K3's text stack is one loop over 93 layers. Each layer mixes the residual sources, attends (KDA or MLA), mixes
+# again and feeds forward. Every part has had its chapter. What can still go wrong is the loop itself: which layer has
+# which part, what is added to what, and where a block ends. Such a mistake fails no check of shapes, and the model
+# still writes text.
 #
-# This chapter writes the loop twice, once in float64, close to the equations, and once on the book's kernels, and holds
-# both against logits, hidden states and routing that another implementation computed. At the end you can follow a token
-# from its id to its logits and name every tensor it meets, in order. All weights are in memory here; the chapters that
-# follow take them from a disk, and not one line of this loop changes.
+# This chapter writes the loop twice, once in float64, close to the equations, and once on the book's kernels. Both are
+# compared with logits, hidden states and routing that another implementation computed. At the end you can follow a
+# token from its id to its logits and name every tensor it meets, in order. All weights are in memory here. The chapters
+# that follow take them from a disk, and no line of this loop changes.
 #
-# Needs chapters 2.1 to 4.2 (the layers), 5.3 (the config), 5.4 (names) and 5.7 (the checkpoint). Runs in half a minute.
+# > **Without streaming:** the whole model takes 1,560 GB<!--claim whole--> of memory.
+# >
+# > **With it:** a token needs 137 GB<!--claim token--> of weights, one after another, and every one of them only once.
+#
+# Needs chapters [2.1] to [4.2] (the layers), [5.3] (the config), [5.4] (names) and [5.7] (the checkpoint). Runs in half
+# a minute. Makes `k3lib.model`.
 #
 # [5.7 A checkpoint, opened](07_checkpoint.ipynb) ·
 # [contents](../README.md) ·
 # [5.9 Past the page cache](09_disk.ipynb)
 #
-# | symbol | meaning | shape | in code |
-# |---|---|---|---|
-# | $x_t$ | id of token $t$ | | `ids` |
-# | $p$ | running sum since the last block began | $[T, H]$ | `sources[n]` |
-# | $b_0 \ldots b_{n-1}$ | finished blocks, the embedding first | $[n, T, H]$ | `sources[:n]` |
-# | $h$ | what a half-layer reads: a mix of blocks and $p$ | $[T, H]$ | `h` |
-# | $B$ | layers in a block, `attn_res_block_size` | 12 in K3, 3 here | |
+# [2.1]: ../02_kda/01_delta_rule.ipynb
+# [4.2]: ../04_moe_router/02_moe.ipynb
+# [5.3]: 03_config.ipynb
+# [5.4]: 04_tensors.ipynb
+# [5.7]: 07_checkpoint.ipynb
 
 # %%
 import functools
+import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -40,9 +44,34 @@ from k3lib.tensors import EMBED, expert_name
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 plt.style.use(ROOT / "book" / "k3.mplstyle")
+sys.path.insert(0, str(ROOT / "book"))
+import schematics
+
 FOLDER = ROOT / "fixtures" / "oracle13" / "model"
 EXPECTED = load_file(FOLDER.parent / "expected.safetensors")
 config, checkpoint = read_config(FOLDER), Checkpoint(FOLDER)
+K3 = read_config(ROOT / "fixtures/k3")  # the numbers of the released model
+schematics.where(K3, "embedding", "mix", "kda", "mla", "router", "experts", "head")
+
+# %% [markdown]
+# | symbol | meaning | shape | in code |
+# |---|---|---|---|
+# | $T$, $H$ | tokens of a chunk; width of the residual stream | 7168 in K3, 128 here | `len(ids)`, `hidden_size` |
+# | $L$ | number of a layer, from 0 | 0 to 92 in K3, to 12 here | `L` |
+# | $p$ | running sum since the last block began | $[T, H]$ | `sources[n]` |
+# | $B_0 \ldots B_{n-1}$ | finished block sums, the embedding first | $[n, T, H]$ | `sources[:n]` |
+# | $m$ | what a half-layer reads: a mix of all $B_i$ and $p$ | $[T, H]$ | `h` |
+#
+# A block has 12 layers in K3 (`attn_res_block_size`) and 3 in the embedded model. The whole pass, with the numbers of
+# K3:
+
+# %%
+schematics.architecture(K3)
+
+# %%
+total = 1_560_860_324_864 - 92_289_024 - 802_428_928  # bytes of all tensors but those of the image side
+print(f"all weights of the text stack: {total / 1e9:,.0f} GB")  # claim whole
+print(f"those that a token needs: {sum(schematics.token_bytes(K3).values()) / 1e9:.0f} GB")  # claim token
 
 # %% tags=["export"]
 from collections.abc import Callable, Sequence as Ids
@@ -63,7 +92,7 @@ from k3lib.tensors import ATTENTION_NORMS, FFN_NORMS, FINAL, HEAD, layer_parts, 
 # %% [markdown]
 # ## 5.8.1 The whole model in float64
 #
-# Slow, dense and close to the equations: each expert is decoded, each matrix is converted to float64, all positions are
+# Slow and close to the equations: each expert is decoded, each matrix is converted to float64, and all positions are
 # computed at once with the full attention matrix. `wrong` switches on one mistake at a time. The mistakes inside single
 # layers are in the layers' chapters; these are the ones that only the loop can make.
 
@@ -90,7 +119,7 @@ def mix64(sources, w, proj):
 
 # %%
 def kda64(W, x):
-    "KDA over all positions from an empty state (chapter 2.1)."
+    "KDA over all positions from an empty state (chapter 2.2)."
     c, T = config, len(x)
     heads, d = c.kda_num_heads, c.kda_head_dim
 
@@ -200,17 +229,25 @@ def forward64(ids, wrong=None):
 ids = np.concatenate([EXPECTED["prompt_ids"], EXPECTED["generated_ids"]])
 LOGIT_TOLERANCE = 4e-3
 logits64, hidden64 = forward64(ids)
-difference = np.abs(logits64 - EXPECTED["logits_full"]).max()
-print(f"float64 against mlx: largest logit difference {difference:.1e}")
-assert difference < LOGIT_TOLERANCE
+
+
+def gate(name, logits):
+    "All logits of all positions, against the fixture."
+    difference = np.abs(logits - EXPECTED["logits_full"]).max()
+    assert difference < LOGIT_TOLERANCE, f"{name}: a logit is off by {difference:.1f}, allowed {LOGIT_TOLERANCE}"
+    print(f"{name}: largest logit difference {difference:.1e}")
+
+
+gate("float64 against mlx", logits64)
 assert logits64[11:31].argmax(1).tolist() == EXPECTED["generated_ids"].tolist()
 
 # %% [markdown]
-# ## 5.8.2 Four wrong loops that still print fluent text
+# ## 5.8.2 Four wrong loops that fail no check of shapes
 #
-# None of these fails a shape check. All but the last layer's kind are one line away from right, and each moves some
-# logit by more than a thousand tolerances. (A layer list counted from zero instead of one is refused before it gets
-# this far: chapter 5.3.)
+# All but the last are one line away from right, and each moves some logit by more than a thousand tolerances. (A layer
+# list that is counted from zero instead of one is refused before it gets this far: chapter [5.3].)
+#
+# [5.3]: 03_config.ipynb
 
 # %%
 for wrong in ("boundary does not clear p", "plain residual", "no final mix", "last layer taken for KDA"):
@@ -220,11 +257,14 @@ for wrong in ("boundary does not clear p", "plain residual", "no final mix", "la
     print(f"{wrong:<28} largest logit difference {moved:5.1f}, {same:2d} of 20 ids still right")
     assert moved > 1000 * LOGIT_TOLERANCE
 
+# %% tags=["raises-exception"]
+gate("boundary does not clear p", forward64(ids, "boundary does not clear p")[0])
+
 
 # %% [markdown]
-# The last row stands for what a reader of `full_attn_layers` meets in K3: layers 92 and 93 are both MLA, and a map that
-# alternates by rule calls the last one KDA. Its tensors are not in the checkpoint; an engine that treats the missing
-# attention as zero still writes text.
+# The last row stands for what a reader of `full_attn_layers` meets in K3. The list counts from one, and its last two
+# entries, 92 and 93, are both MLA. A program that alternates by rule takes the last layer for KDA. Its tensors are not
+# in the checkpoint, and a program that treats the missing attention as zero still writes text.
 #
 # ## 5.8.3 The forward pass on the book's kernels
 #
@@ -253,7 +293,10 @@ def moe_shape(config: Config) -> MoEShape:
 
 
 # %% [markdown]
-# Here are those of the embedded model. `latent_eps` is no field of any config (3.1.6): it is the default of `MLAShape`.
+# Here are those of the embedded model. `latent_eps` is no field of any config ([3.1.6]): it is the default of
+# `MLAShape`.
+#
+# [3.1.6]: ../03_mla/01_mla.ipynb#3.1.6-The-layer
 
 # %%
 for found in (kda_shape(config), mla_shape(config), moe_shape(config)):
@@ -296,9 +339,11 @@ class Sequence:
 
 
 # %% [markdown]
-# The residual stream of chapter 3.2 in one array. `sources[:n]` are the finished blocks, the embedding first;
+# The residual stream of chapter [3.2] in one array. `sources[:n]` are the finished blocks, the embedding first;
 # `sources[n]` is the running sum. To end a block is to count: `n += 1` turns the running sum into a finished block, and
 # nothing is copied.
+#
+# [3.2]: ../03_mla/02_residual.ipynb
 
 # %% tags=["export"]
 class ResidualStream:
@@ -329,11 +374,14 @@ class ResidualStream:
 
 # %% [markdown]
 # A layer sees its weights as a mapping from short names, `W["q_proj"]`, and asks for each exactly once. Over a whole
-# pass the names come in one fixed order, `forward_order` of chapter 5.4; that is what lets a streamed matrix be read
+# pass the names come in one fixed order, `forward_order` of chapter [5.4]; that is what lets a streamed matrix be read
 # before it is asked for.
 #
-# Layers know arrays and no names. When a product comes out infinite (1.5.6), they can say "output row 17" and no more.
-# The weights of the pass know which name was taken last, so the error leaves the model with that name.
+# Layers know arrays and no names. When a product comes out infinite ([1.5.6]), they can say "output row 17" and no
+# more. The weights of the pass know which name was taken last, so the error leaves the model with that name.
+#
+# [5.4]: 04_tensors.ipynb
+# [1.5.6]: ../01_mxfp4/05_matmul.ipynb#1.5.6-A-matrix-is-rows-that-arrive
 
 # %% tags=["export"]
 class PassWeights:
@@ -364,8 +412,8 @@ class PartWeights:
 
 # %% [markdown]
 # Now the model. It knows equations and their order, and is given everything else: a row of the embedding, a weight by
-# its name, the routed experts of a layer. Whether a weight lies in memory or comes from a disk while it is multiplied
-# is not its business.
+# its name, the routed experts of a layer. It does not know whether a weight lies in memory or comes from a disk while
+# it is multiplied.
 
 # %% tags=["export"]
 class RoutedExperts(Protocol):
@@ -551,7 +599,7 @@ print("logits of 32 positions within", LOGIT_TOLERANCE, "- routing equal in", le
 
 
 # %% [markdown]
-# Rounding grows with depth, and grows alike in two float32 implementations that share no code. A mistake would be a
+# Rounding grows with depth, and it grows alike in two float32 implementations that share no code. A mistake would be a
 # step in this picture, at the layer that makes it.
 
 # %% tags=["nbval-ignore-output"]
@@ -575,7 +623,10 @@ plt.show()
 #
 # A prompt may be cut into chunks of any size: the logits are the same bytes, because each output is one row's dot
 # product in a fixed order, and each sum over positions, keys, ranks and sources is taken in the order of its index.
-# That the same holds for weights that come from a disk at any budget is for chapters 5.26 and 5.34 to show.
+# That the same holds for weights that come from a disk at any budget is for chapters [5.26] and [5.34] to show.
+#
+# [5.26]: 26_engine.ipynb
+# [5.34]: 34_decode.ipynb
 
 # %%
 def in_chunks(size, ids=ids[:16]):
@@ -591,15 +642,19 @@ print("6 chunk sizes, one answer: True")
 # ## Summary
 #
 # - A forward pass takes its tensors in an order that is known before it starts; only experts depend on the data.
-# - The residual stream is a handful of block sums and one running sum; a block ends with `n += 1`.
-# - Equal bytes across chunks is a property of sums with fixed order, tested here by comparing bytes.
+# - The residual stream is a few block sums and one running sum; a block ends with `n += 1`.
+# - Chunks of any size give equal bytes, because every sum has a fixed order. The chapter compares the bytes.
 #
 # ## Exercises
 #
-# 1. In `forward64`, store the running sum after the boundary mix and show which of the 13 layers see more than two
-#    sources.
+# Answers: [exercises of part 5](../answers/05_streaming.ipynb).
+#
+# 1. Count the sources of the first mix of each of the 13 layers. From which layer on are there more than two?
 # 2. Swap `self_attention_res_*` and `mlp_res_*` in one layer. Which layer moves the logits most? Does any keep all
 #    twenty ids?
-# 3. Count the bytes that one forward pass of K3 reads, from shapes alone, and compare with the 108.8 GB of chapter 5.6.
+# 3. Count the bytes that one forward pass of K3 reads, from shapes alone, and compare with the 108.8 GB of chapter
+#    [5.6].
 #
 # Next: [5.9 Past the page cache](09_disk.ipynb) begins to read those bytes.
+#
+# [5.6]: 06_census.ipynb

@@ -6,6 +6,8 @@
 # the end you can say what such a read costs, what happens where it is refused, and how a run finds out that a shard
 # has changed under it.
 #
+# Needs chapters [5.1] (what the system offers) and [5.2] (files). Runs in seconds. Makes `k3lib.disk`.
+#
 # [5.8 Ninety-three layers, one forward pass a token](08_model.ipynb) ·
 # [contents](../README.md) ·
 # [5.10 How a budget's bytes are laid out](10_layout.ipynb)
@@ -17,6 +19,21 @@
 # | page buffer | memory of our own that begins at a page | `page_buffer` |
 # | direct, buffered | past the page cache, through it | `File.access` |
 # | part | what a read is for: `trunk`, `experts` or `other` | `Files.bytes_read` |
+#
+# [5.1]: 01_system.ipynb
+# [5.2]: 02_fileio.ipynb
+
+# %%
+import sys
+from pathlib import Path
+
+from k3lib.config import read_config
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+sys.path.insert(0, str(ROOT / "book"))
+import schematics
+
+schematics.where(read_config(ROOT / "fixtures/k3"), "disk")
 
 # %%
 import shutil
@@ -53,7 +70,6 @@ from k3lib.system import forget_pages, has_direct, keep_uncached, open_read, pre
 PAGE = 4096  # bytes; offset, length and address of a direct read are multiples of it
 READ_UNIT = 3 << 18  # bytes that a reader reads and multiplies at a time (5.12)
 
-
 # %% [markdown]
 # ## 5.9.1 Memory of our own
 #
@@ -61,6 +77,13 @@ READ_UNIT = 3 << 18  # bytes that a reader reads and multiplies at a time (5.12)
 # takes it back, and the kernel decides when. So memory grows with the file, whatever the budget says. A page buffer is
 # memory whose size we choose: anonymous, private, used again for every read, and aligned to pages because direct reads
 # ask for it.
+
+# %% [markdown]
+# Two ways from the device to the product. The chapter takes the right one wherever the file system allows it.
+
+# %%
+schematics.disk(read_config(ROOT / "fixtures/k3"))
+
 
 # %% tags=["export"]
 def whole_pages(nbytes: int) -> int:
@@ -127,12 +150,14 @@ print(f"memory grows by {with_map - before:.0f} MB for the mapped file, by {with
 # it, and the system gives the number of a closed descriptor to the next file that is opened.
 #
 # A shard that is written to, replaced or cut off during a run would mix two models in one answer. So a file must have
-# the fingerprint (5.2.4) of the file whose header was read. It is compared when the file is opened, and by `check`
+# the fingerprint ([5.2.4]) of the file whose header was read. It is compared when the file is opened, and by `check`
 # after each forward pass. `check` looks at the path again, so the path is absolute: it leads to the same file after the
 # program has changed its folder.
 #
 # A file that is dropped closes its descriptors. A read refers to its file until it has ended, so none is under way
 # then.
+#
+# [5.2.4]: 02_fileio.ipynb#5.2.4-Is-it-still-the-same-file?
 
 # %% tags=["export"]
 class File:
@@ -290,9 +315,11 @@ small.close()
 # `Files` opens a shard at its first read and counts what was read for which part. Two numbers differ: the bytes that
 # were asked for, and the bytes of whole pages that the system transferred for them.
 #
-# Many threads read at once, so one lock guards every change of a field. It is an `RLock`, for the reason that 5.11.3
+# Many threads read at once, so one lock guards every change of a field. It is an `RLock`, for the reason that [5.11.3]
 # gives. A reader takes the lock to note that its read begins, and again to note that it has ended. The read itself runs
 # without the lock.
+#
+# [5.11.3]: 11_prefetch.ipynb#5.11.3-What-is-true-whenever-nobody-holds-the-lock
 
 # %% tags=["export"]
 class ReadCount(NamedTuple):
@@ -436,7 +463,9 @@ class Files(Files):
 # slow one. So the run waits for it, and a warning names it. A thread looks for such reads once in `STALL` seconds. It
 # has only a weak reference to `Files`, so that it does not keep an object alive that a caller forgot to close. When
 # that object dies, the callback of the reference ends the thread at once. `SimpleQueue.put` is a callback that may run
-# anywhere, even in the garbage collector: it takes no lock that some thread may hold (5.11.3).
+# anywhere, even in the garbage collector: it takes no lock that some thread may hold ([5.11.3]).
+#
+# [5.11.3]: 11_prefetch.ipynb#5.11.3-What-is-true-whenever-nobody-holds-the-lock
 
 # %% tags=["export"]
 STALL = 60.0  # seconds: longer than a usual slow read, and than the first call of a kernel that is still being compiled

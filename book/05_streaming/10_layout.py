@@ -6,6 +6,8 @@
 # go through, how much memory an expert needs. At the end you can say from a tensor's shape alone how much memory it
 # takes while it streams.
 #
+# Needs chapters [5.4] (the tensors) and [5.9] (pages). Runs in seconds. Makes `k3lib.layout`.
+#
 # [5.9 Past the page cache](09_disk.ipynb) ·
 # [contents](../README.md) ·
 # [5.11 One reader pool](11_prefetch.ipynb)
@@ -19,9 +21,25 @@
 # | streamed | read again in every forward pass | `TrunkLayout.streamed` |
 # | part | what a tensor is for, in the account of bytes read: trunk, experts, other | `part_of` (5.4) |
 #
-# Nothing here reads or allocates. Chapter 5.18 spends a budget and makes a `Layout`. The trunk (5.13) and the experts
+# Nothing here reads or allocates. Chapter [5.18] spends a budget and makes a `Layout`. The trunk (5.13) and the experts
 # (5.16) are built from that layout and compute no size of their own. So the memory that was promised is the memory that
 # is allocated.
+#
+# [5.4]: 04_tensors.ipynb
+# [5.9]: 09_disk.ipynb
+# [5.18]: 18_plan.ipynb
+
+# %%
+import sys
+from pathlib import Path
+
+from k3lib.config import read_config
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+sys.path.insert(0, str(ROOT / "book"))
+import schematics
+
+schematics.where(read_config(ROOT / "fixtures/k3"), "plan")
 
 # %% tags=["export"]
 import math
@@ -37,8 +55,10 @@ from k3lib.tensors import is_matrix, is_router, part_of
 # %% [markdown]
 # ## 5.10.1 Whole rows
 #
-# A matrix is cut into blocks of whole rows, because a row's dot product is the unit whose bits are fixed (chapter 1.5).
-# Where rows belong together, as a head's key and value rows of `kv_b_proj` do, blocks keep them together.
+# A matrix is cut into blocks of whole rows, because a row's dot product is the unit whose bits are fixed (chapter
+# [1.5]). Where rows belong together, as a head's key and value rows of `kv_b_proj` do, blocks keep them together.
+#
+# [1.5]: ../01_mxfp4/05_matmul.ipynb
 
 # %% tags=["export"]
 class RowBlock(NamedTuple):
@@ -91,10 +111,12 @@ assert [block.rows for block in row_blocks(q_proj, 1, 2 << 20, "trunk")][:2] == 
 #
 # A block of two megabytes that is read ahead is still in a core's cache when it is multiplied. At most three blocks
 # wait: with more, the first would have left the cache by then. Besides these, every reader has one buffer, through
-# which it reads and multiplies the rows that were not read ahead (5.11.2).
+# which it reads and multiplies the rows that were not read ahead ([5.11.2]).
 #
 # A **router** is different. No expert of its layer can be requested before the router's product is complete. So all of
 # a router is read ahead, through buffers of its own. They hold one router, in blocks of one read unit.
+#
+# [5.11.2]: 11_prefetch.ipynb#5.11.2-Three-jobs
 
 # %% tags=["export"]
 BUFFER_BYTES = 2 << 20  # of a row block's buffer; less if all matrices are smaller, more for larger groups of rows

@@ -6,6 +6,9 @@
 # chapter builds the one machine that does both, for the trunk (5.13) and for the experts (5.16). At the end you can
 # show, from a page of invariants, why no buffer is filled while it is in use.
 #
+# Needs chapters [1.4] (threads), [5.9] (the disk) and [5.10] (the layout). Runs in half a minute. Makes
+# `k3lib.prefetch`.
+#
 # [5.10 How a budget's bytes are laid out](10_layout.ipynb) ·
 # [contents](../README.md) ·
 # [5.12 Read, multiply, read, multiply](12_read_multiply.ipynb)
@@ -19,6 +22,23 @@
 # | reader | a thread that reads, and works on what was read | `_serve` |
 # | read-ahead | reading a block before its batch is opened | `_ahead` |
 # | caller | the one thread that calls `restart` and `map_blocks` | |
+#
+# [1.4]: ../01_mxfp4/04_parallel.ipynb
+# [5.9]: 09_disk.ipynb
+# [5.10]: 10_layout.ipynb
+
+# %%
+import sys
+from pathlib import Path
+
+from k3lib.config import read_config
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+sys.path.insert(0, str(ROOT / "book"))
+import schematics
+
+schematics.where(read_config(ROOT / "fixtures/k3"), "readers")
+
 
 # %% [markdown]
 # ## 5.11.1 By hand: six blocks, two buffers
@@ -64,7 +84,7 @@ assert [schedule(6, buffers, 2, 1)[1][-1][1] for buffers in (1, 2, 9)] == [18, 1
 #
 # 1. **Work.** A block of the open batch has been read ahead: call `work(block, data)` on it.
 # 2. **Read ahead.** Read a block before a job asks for it, into a free buffer or into the block's own memory. Most
-#    often the block belongs to a batch that is not open yet (5.11.5).
+#    often the block belongs to a batch that is not open yet ([5.11.5]).
 # 3. **Stream.** Blocks of the open batch that nobody has begun to read are its *rest*. Call `stream(rest, buffer,
 #    cursor)`: it takes items of the rest from a counter that all streaming readers share, and brings each through its
 #    one buffer, reading and working by turns.
@@ -75,6 +95,11 @@ assert [schedule(6, buffers, 2, 1)[1][-1][1] for buffers in (1, 2, 9)] == [18, 1
 # While a rest is streamed, one reader at a time still reads ahead, so that a device has something to do when the batch
 # ends. It never takes the last free buffer, which belongs to a reader that streams. And no more than `read_ahead`
 # blocks wait: a block that waits longer would have left the cache when its batch is opened.
+#
+# [5.11.5]: #5.11.5-The-readers'-side
+
+# %%
+schematics.readers(read_config(ROOT / "fixtures/k3"))
 
 # %% tags=["export"]
 import threading
@@ -612,7 +637,7 @@ pool.close()
 
 # %% [markdown]
 # The tests go further: every moment at which Ctrl-C can be heard, reads that fail, reads that never end, and pools of
-# every size. Three pools that break the rules meet the gate of the trunk (5.13.3).
+# every size. Three pools that break the rules meet the gate of the trunk ([5.13.3]).
 #
 # ## 5.11.7 Summary
 #
@@ -620,7 +645,8 @@ pool.close()
 # - A buffer is free or in one entry. It becomes free when the job that works on that entry has ended, never before.
 # - An interrupted batch is not repaired: `restart` waits for the jobs and begins anew.
 #
-# **Exercises.**
+# **Exercises.** Answer to 1: [exercises of part 5](../answers/05_streaming.ipynb).
+#
 # 1. In `schedule`, let a product take 3 ticks and a read 2. How many buffers are enough, and what is the total for $n$
 #    blocks?
 # 2. Let buffers go out first in, first out (`popleft` of a deque). No bit changes. What does?
@@ -628,3 +654,5 @@ pool.close()
 #    ends later, or never.
 #
 # Next: [5.12 Read, multiply, read, multiply](12_read_multiply.ipynb).
+#
+# [5.13.3]: 13_trunk.ipynb#5.13.3-The-gate:-streamed-equals-resident

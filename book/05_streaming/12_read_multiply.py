@@ -6,6 +6,9 @@
 # multiplying meet in compiled code. At the end you can say what that is worth, on which machines, and what happens when
 # a read goes wrong.
 #
+# Needs chapters [1.5] (the product), [5.9] (the disk) and [5.11] (readers). Runs in half a minute. Makes
+# `k3lib.read_multiply`.
+#
 # [5.11 One reader pool](11_prefetch.ipynb) ·
 # [contents](../README.md) ·
 # [5.13 The trunk: rows that arrive](13_trunk.ipynb)
@@ -15,6 +18,22 @@
 # | unit | whole rows, about 768 KiB, that a reader reads and multiplies at a time | `READ_UNIT` (5.9), `unit_rows` |
 # | cursor | a counter that readers share; each number is given once | `next_item` (1.4) |
 # | stride | how far apart two units lie that are taken one after the other | `unit_stride` |
+#
+# [1.5]: ../01_mxfp4/05_matmul.ipynb
+# [5.9]: 09_disk.ipynb
+# [5.11]: 11_prefetch.ipynb
+
+# %%
+import sys
+from pathlib import Path
+
+from k3lib.config import read_config
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+sys.path.insert(0, str(ROOT / "book"))
+import schematics
+
+schematics.where(read_config(ROOT / "fixtures/k3"), "readers")
 
 # %% tags=["export"]
 import functools
@@ -363,7 +382,7 @@ shutil.rmtree(scratch)
 # | a step of K3's width, five layers, 600 MB | 0.6 s | 1.3 to 1.6 | 1.1 to 1.3 | 1.9 to 2.0 |
 #
 # *Five runs of `python tests/bench_reads.py --rounds 61` and two with `--model DIR --ram 600MB` on the model of
-# 5.34.2, nearly all of it holes; two cores that had other work too, so ranges. Times are multiples of the compiled
+# [5.34.2], nearly all of it holes; two cores that had other work too, so ranges. Times are multiples of the compiled
 # loop's.*
 #
 # So a disk of today does not need the compiled loop: the disk takes the time, and Python spends a third to a half more
@@ -392,3 +411,5 @@ shutil.rmtree(scratch)
 # 3. Double `READ_UNIT`. Which row of the table changes, and which cache explains it?
 #
 # Next: [5.13 The trunk: rows that arrive](13_trunk.ipynb).
+#
+# [5.34.2]: 34_decode.ipynb#5.34.2-One-token,-layer-by-layer

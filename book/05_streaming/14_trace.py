@@ -5,6 +5,8 @@
 # record through any cache. This chapter defines the record. At the end you can read one by eye, and say where a forward
 # pass begins in it.
 #
+# Needs chapter [4.1] (the router). Runs in seconds. Makes `k3lib.trace`.
+#
 # [5.13 The trunk: rows that arrive](13_trunk.ipynb) ·
 # [contents](../README.md) ·
 # [5.15 Which experts to keep: policies by replay](15_cache_policy.ipynb)
@@ -15,6 +17,20 @@
 # | trace | all requests of a run, in order |
 # | pass | the requests of one forward pass: for each MoE layer the experts that it requested |
 # | step | what a cache is asked for in a pass: each expert of a layer once |
+#
+# [4.1]: ../04_moe_router/01_router.ipynb
+
+# %%
+import sys
+from pathlib import Path
+
+from k3lib.config import read_config
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+sys.path.insert(0, str(ROOT / "book"))
+import schematics
+
+schematics.where(read_config(ROOT / "fixtures/k3"), "experts")
 
 # %%
 import tempfile
@@ -38,8 +54,11 @@ from k3lib.fileio import MissingFile, UsageError
 #
 # A trace file holds nothing but pairs of little-endian uint32, `(layer, expert)`, in the order of the requests. There
 # is no header, so that the file can be read by anything. A run adds each forward pass to it when the pass has ended
-# (5.30.3). The public recording of the released model that 5.15.5 quotes
+# ([5.30.3]). The public recording of the released model that [5.15.5] quotes
 # has the same form.
+#
+# [5.30.3]: 30_results.ipynb#5.30.3-Requests-of-experts
+# [5.15.5]: 15_cache_policy.ipynb#5.15.5-The-released-model,-eight-steps
 
 # %% tags=["export"]
 Pass = list[tuple[int, list[int]]]  # (layer, experts) for each MoE layer, in the order of the requests

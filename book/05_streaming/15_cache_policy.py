@@ -5,17 +5,34 @@
 # recorded requests through caches of every size, under seven policies. At the end you can say which experts are worth
 # keeping, why LRU keeps the wrong ones, and how far the best policy is from one that knows the future.
 #
+# Needs chapter [5.14] (the record). Runs in half a minute. Makes `k3lib.cache_policy`.
+#
 # [5.14 Which experts a run requested](14_trace.ipynb) ·
 # [contents](../README.md) ·
 # [5.16 Experts: fetched when the router has spoken](16_experts.ipynb)
 #
 # | word | meaning | in K3 |
 # |---|---|---|
-# | step | what one token requests: for each layer each expert once (5.14.3) | 92 layers, 16 experts each |
+# | step | what one token requests: for each layer each expert once ([5.14.3]) | 92 layers, 16 experts each |
 # | working set | the experts that the last step of a trace requests | 1,472 experts, 25.8 GB |
 # | hit | an expert that was cached *before* it was requested | |
 # | capacity | how many experts a cache holds, over all layers | |
 # | policy | the rule that says which experts are evicted | |
+#
+# [5.14]: 14_trace.ipynb
+# [5.14.3]: 14_trace.ipynb#5.14.3-What-is-computed-again-counts-once
+
+# %%
+import sys
+from pathlib import Path
+
+from k3lib.config import read_config
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+sys.path.insert(0, str(ROOT / "book"))
+import schematics
+
+schematics.where(read_config(ROOT / "fixtures/k3"), "experts")
 
 # %%
 import time
@@ -450,7 +467,7 @@ print(f"at 40 GB: {trunk_first[8]:.0f} GB a token trunk first, {experts_first[8]
 
 # %% [markdown]
 # So memory goes to the trunk first. Until all of it is pinned, experts need no more than one slot a reader to stream
-# through (5.16.2). What is left beyond that becomes slots of cached experts, an equal number for each layer.
+# through ([5.16.2]). What is left beyond that becomes slots of cached experts, an equal number for each layer.
 #
 # ## Summary
 #
@@ -471,3 +488,5 @@ print(f"at 40 GB: {trunk_first[8]:.0f} GB a token trunk first, {experts_first[8]
 # 3. Why has a pin with hindsight fewer hits than the clairvoyant cache, though both know the future?
 #
 # Next: [5.16 Experts](16_experts.ipynb) reads the experts that are not cached, and multiplies them while they come.
+#
+# [5.16.2]: 16_experts.ipynb#5.16.2-Multiplied-while-it-is-read

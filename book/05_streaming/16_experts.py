@@ -6,6 +6,14 @@
 # that the policy of 5.15 chooses. At the end you can say why an expert that is not kept is multiplied while it is read,
 # and what happens to an expert whose read fails.
 #
+# > **Without it:** all experts in memory: 1,446 GB.<!--claim all-->
+# >
+# > **With it:** 4.6 MB<!--claim streaming--> for four readers, and 3.7 s<!--claim seconds--> a token from a disk of
+# > 7 GB/s. A cache saves part of that.
+#
+# Needs chapters [4.2] (experts), [5.11] and [5.12] (readers) and [5.15] (the policy). Runs in half a minute. Makes
+# `k3lib.experts`.
+#
 # [5.15 Which experts to keep: policies by replay](15_cache_policy.ipynb) ·
 # [contents](../README.md) ·
 # [5.17 What a process has, and what it may still have](17_memory.ipynb)
@@ -17,6 +25,23 @@
 # | slot | memory in which an expert is kept, or through which it streams | 17.6 MB, or 1.1 MB |
 # | unit | rows that are read and multiplied at a time (5.12) | 432 or 512 rows, 768 KiB |
 # | hit | an expert that was cached *before* it was requested | |
+#
+# [4.2]: ../04_moe_router/02_moe.ipynb
+# [5.11]: 11_prefetch.ipynb
+# [5.12]: 12_read_multiply.ipynb
+# [5.15]: 15_cache_policy.ipynb
+
+# %%
+import sys
+from pathlib import Path
+
+from k3lib.config import read_config
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+sys.path.insert(0, str(ROOT / "book"))
+import schematics
+
+schematics.where(read_config(ROOT / "fixtures/k3"), "experts")
 
 # %%
 import hashlib
@@ -115,8 +140,10 @@ assert adjacent_runs([at(0), at(90), at(10)]) == [[0, 2], [1]]
 #
 # So an expert that is not kept **streams**: its three matrices are read while they are multiplied. The memory for that
 # is a unit of rows and the scales of one matrix, which are a seventeenth of it and are read before its rows: 1.1 MB
-# instead of 17.6. A streaming matrix has the methods of every other matrix, so `expert_mlp` of chapter 4.2 works on
+# instead of 17.6. A streaming matrix has the methods of every other matrix, so `expert_mlp` of chapter [4.2] works on
 # both.
+#
+# [4.2]: ../04_moe_router/02_moe.ipynb
 
 # %% tags=["export"]
 class StreamedPackedMatrix:
@@ -290,8 +317,9 @@ plt.show()
 
 # %% [markdown]
 # The arithmetic is the same every time; what differs is how far the bytes travel. Small units pay for their calls,
-# large ones leave the core's cache. Sixteen slots cost more than one, because memory that was written a moment ago is
-# still in a cache.
+# large ones leave the core's cache. One slot for all can be quicker than sixteen, because memory that was written a
+# moment ago is still in a cache. How much each of these effects counts differs between machines, and between runs
+# beside other work.
 #
 # From a disk the comparison is another one: the device writes the bytes, not the processor, and streaming makes 26
 # calls where a whole read makes one. The same three ways from a file of real bytes on a disk of 1.2 GB/s take 3.3, 3.0
@@ -365,12 +393,15 @@ class KeptExperts(KeptExperts):
 # Where slots are smaller, nothing is read ahead: a unit that waits for its product has left the core's cache by then.
 #
 # `map` then has the readers do the products, each reader one expert at a time, and experts that have been read come
-# first. Their order depends on the disk and does not change the result: chapter 4.2 keeps each answer by (token, rank)
-# and sums in rank order.
+# first. Their order depends on the disk and does not change the result: chapter [4.2] keeps each answer by (token,
+# rank) and sums in rank order.
 #
 # `Experts` owns the pool of 5.11. A request becomes the pool's whole order, and `map` its one batch. The pool reads
 # with a function that knows where experts lie, and nothing of the `Experts` that owns the pool. So `Experts` that are
-# dropped are freed at once, and their readers end (5.11.3).
+# dropped are freed at once, and their readers end ([5.11.3]).
+#
+# [4.2]: ../04_moe_router/02_moe.ipynb
+# [5.11.3]: 11_prefetch.ipynb#5.11.3-What-is-true-whenever-nobody-holds-the-lock
 
 # %% tags=["export"]
 class LayerExperts:
@@ -556,8 +587,10 @@ for slots, nbytes in ((2, LARGE), (39, LARGE), (195, LARGE), (3, SMALL)):
 # Two slots are fewer than readers, so nothing is kept in them, and an expert that streams never is.
 #
 # Three mistakes that would still produce an answer. The first uses one slot for all: experts overwrite one another. The
-# second leaves out an expert that could not be read: chapter 4.2 would notice the missing one, and so must this gate.
+# second leaves out an expert that could not be read: chapter [4.2] would notice the missing one, and so must this gate.
 # The third counts its own reads as hits.
+#
+# [4.2]: ../04_moe_router/02_moe.ipynb
 
 # %%
 class OneSlot(Experts):
@@ -729,9 +762,11 @@ shutil.rmtree(folder)
 working_set, trunk = 92 * 16 * EXPERT_BYTES / 1e9, 108.8
 print(f"a token reads {working_set:.2f} GB of experts in {92 * 16:,} requests: "
       f"{working_set / (working_set + trunk):.0%} of its bytes")
-print(f"4 slots to stream through: {4 * streaming_slot_bytes(k3_expert()) / 1e6:.1f} MB; "
-      f"16 slots for whole experts: {16 * expert_slot_bytes(k3_expert()) / 1e6:.0f} MB; "
+print(f"    at 7 GB/s {working_set / 7:.1f} s")  # claim seconds
+print(f"4 slots to stream through: {4 * streaming_slot_bytes(k3_expert()) / 1e6:.1f} MB")  # claim streaming
+print(f"16 slots for whole experts: {16 * expert_slot_bytes(k3_expert()) / 1e6:.0f} MB; "
       f"for a working set: {92 * 16 * expert_slot_bytes(k3_expert()) / 1e9:.1f} GB")
+print(f"all {92 * 896:,} experts: {92 * 896 * EXPERT_BYTES / 1e9:,.0f} GB")  # claim all
 
 # %% [markdown]
 # ## Summary
@@ -748,6 +783,8 @@ print(f"4 slots to stream through: {4 * streaming_slot_bytes(k3_expert()) / 1e6:
 #    And with two slots through which experts stream? Where is that decided?
 # 2. `StreamedPackedMatrix` reads the scales of a matrix before its rows. What would change if they were read with each
 #    unit, in bytes and in reads?
-# 3. Draw the curve of 5.16.3 for a chunk of 16 tokens. Why does it become flat?
+# 3. Draw the curve of [5.16.3] for a chunk of 16 tokens. Why does it become flat?
 #
 # Next: [5.17 What a process has](17_memory.ipynb) counts the memory that slots, buffers and everything else may take.
+#
+# [5.16.3]: #5.16.3-What-streaming-is-worth

@@ -8,11 +8,13 @@
 #
 # At the end you can read a size that a person has written, and say how much memory this process may still take.
 #
-# Needs chapter 5.1 (what the system tells). Runs in seconds.
+# Needs chapter [5.1] (what the system tells). Runs in seconds.
 #
 # [5.16 Experts: fetched when the router has spoken](16_experts.ipynb) ·
 # [contents](../README.md) ·
 # [5.18 The dial: bytes to plan](18_plan.ipynb)
+#
+# [5.1]: 01_system.ipynb
 
 # %%
 import tempfile
@@ -88,9 +90,11 @@ assert whole_number("threads", "2", 1, 8) == 2
 # A cgroup's usage includes page cache: copies of file contents that the kernel keeps as long as nobody needs the
 # memory. Inactive pages, those that were not used lately, are dropped before memory is refused, so they count as free.
 #
-# Each of these files may be missing or hold something else (5.1.6). A limit that is no number limits nothing. Where the
-# usage is missing, it is at least what this process holds. Whatever stands in for a number is said, and the plan shows
-# it.
+# Each of these files may be missing or hold something else ([5.1.6]). A limit that is no number limits nothing. Where
+# the usage is missing, it is at least what this process holds. Whatever stands in for a number is said, and the plan
+# shows it.
+#
+# [5.1.6]: 01_system.ipynb#5.1.6-Files-that-the-system-writes
 
 # %% tags=["export"]
 # Per version of cgroups: the folder of the memory controller, the files for limit and usage, and the line of

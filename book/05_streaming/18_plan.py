@@ -8,12 +8,14 @@
 #
 # At the end you can say what any byte of a budget buys, and in which order.
 #
-# Needs chapters 1.2 (kernels are kept), 5.4 (the tensors), 5.10 (the layout) and 5.17 (what a process may have). Runs
+# Needs chapters [1.2] (kernels are kept), 5.4 (the tensors), 5.10 (the layout) and 5.17 (what a process may have). Runs
 # in seconds.
 #
 # [5.17 What a process has, and what it may still have](17_memory.ipynb) ·
 # [contents](../README.md) ·
 # [5.19 The trunk on a faster disk](19_pack.ipynb)
+#
+# [1.2]: ../01_mxfp4/02_kernel_cache.ipynb
 
 # %%
 from pathlib import Path
@@ -27,7 +29,7 @@ ORACLE = ROOT / "fixtures" / "oracle13" / "model"
 # %% [markdown]
 # ## 5.18.1 What a byte saves
 #
-# A budget $R$ is spent in the order of what a byte saves. First comes what every run needs: interpreter and kernels,
+# A budget is spent in the order of what a byte saves. First comes what every run needs: interpreter and kernels,
 # KDA states, latent KV cache, vectors, activations, buffers for row blocks, one expert slot for each reader of experts.
 # Then the trunk, from the front of the forward pass: a pinned byte saves one byte of reading on **every** token. When
 # all of the trunk is pinned, what remains becomes slots that cache experts. A byte there saves something only if its
@@ -35,8 +37,8 @@ ORACLE = ROOT / "fixtures" / "oracle13" / "model"
 #
 # | part | bytes | in K3 |
 # |---|---|---|
-# | KDA state and history | $4\,L_{kda}\,P\,(d + 3(c-1))$ | 434 + 31 MB, at any length |
-# | latent KV cache | $4\,L_{mla}\,(r + e)$ a position | 55 KB a position |
+# | KDA state and history | 4 × KDA layers × 96 heads × 128 × (128 + 3 × 3) | 434 + 31 MB, at any length |
+# | latent KV cache | 4 × MLA layers × (512 + 64) a position | 55 KB a position |
 # | records of the run | 64 a position | what each step read and how long it took |
 # | trunk | pinned or streamed | 108.8 GB |
 # | one expert | | 17.5 MB, of which there are 82,432 |
@@ -168,7 +170,7 @@ def vector_bytes(extent: Extent) -> int:
 # ## 5.18.2 What compiling takes
 #
 # A process that has compiled the kernels holds some 115 MB more than one that has loaded them. So they are compiled by
-# another process first, and kept (1.2.7). The program of that process writes a small synthetic checkpoint (5.28) and
+# another process first, and kept ([1.2.7]). The program of that process writes a small synthetic checkpoint (5.28) and
 # reads it with everything in memory. That calls every kernel that a run calls, but for two kinds. Small products never
 # wake a helper, so one larger product is added. And which rows are multiplied by the kernels of streaming depends on
 # which thread comes first and on the file system. So those kernels are compiled for the types of their arguments, bf16
@@ -176,6 +178,8 @@ def vector_bytes(extent: Extent) -> int:
 #
 # The other process needs memory of its own while it runs. Where that is not free, or where no folder can be written,
 # the plan has a part for compiling.
+#
+# [1.2.7]: ../01_mxfp4/02_kernel_cache.ipynb#1.2.7-Compile-in-another-process
 
 # %% tags=["export"]
 COMPILER_RSS = 320_000_000  # what the process that compiles may need at its peak
@@ -304,8 +308,11 @@ class PlanError(UsageError):
     """
 
     def __init__(self, least: int | None, message: str):
-        super().__init__(message)
+        super().__init__(least, message)  # both, so that the error can go from one process to another
         self.least = least
+
+    def __str__(self) -> str:
+        return self.args[1]
 
 
 # %% [markdown]
@@ -391,8 +398,10 @@ def longest_chunk(config: Config, longest: int, spare: int) -> int:
 # %% [markdown]
 # `make_plan` spends the budget in that order. It refuses three things: a budget below what this model needs in this
 # process, a plan for which the machine has too little free memory, and a run for which the system gives this process
-# too few open files, threads or addresses (5.1.7). Two processes that do the same work differ by some tenths of a
+# too few open files, threads or addresses ([5.1.7]). Two processes that do the same work differ by some tenths of a
 # megabyte, so the number that a refusal names is rounded up.
+#
+# [5.1.7]: 01_system.ipynb#5.1.7-Limits-of-a-process,-and-signals
 
 # %% tags=["export"]
 READERS = 5  # threads that read by default; never fewer than the threads of arithmetic

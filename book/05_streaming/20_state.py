@@ -9,11 +9,15 @@
 # shape, the engine decodes without any error. So a state is written whole or not at all, and it is refused unless every
 # byte of it is the one that was written.
 #
-# Needs chapters 5.2 (files), 5.5 (the header) and 5.8 (the model). Runs in seconds.
+# Needs chapters [5.2] (files), [5.5] (the header) and [5.8] (the model). Runs in seconds.
 #
 # [5.19 The trunk on a faster disk](19_pack.ipynb) ·
 # [contents](../README.md) ·
 # [5.21 Bytes to ids and back](21_tokenizer.ipynb)
+#
+# [5.2]: 02_fileio.ipynb
+# [5.5]: 05_header.ipynb
+# [5.8]: 08_model.ipynb
 
 # %%
 import tempfile
@@ -36,12 +40,14 @@ FOLDER = ROOT / "fixtures" / "oracle13" / "model"
 # | of each MLA layer: `latent`, the KV cache's rows in use | float32 |
 # | `about`: version, model, position, unread id, sha256 of all before it | 512, JSON, padded with spaces |
 #
-# The unread id was generated last, and no pass has read it (5.26.2). With it a run goes on that ended at its last
+# The unread id was generated last, and no pass has read it ([5.26.2]). With it a run goes on that ended at its last
 # token.
 #
 # The description is a tensor like the others, and it is the last one, because the checksum is known last. The header
 # carries no information: config and position determine it. So it need not be parsed. The checksum compares it, like all
 # other bytes.
+#
+# [5.26.2]: 26_engine.ipynb#5.26.2-Decoding
 
 # %% tags=["export"]
 import contextlib

@@ -5,11 +5,14 @@
 # into ids and get the same bytes back, show text as it is generated without ever printing half a character, and keep a
 # user's words from becoming commands.
 #
-# Needs chapters 5.2 (files) and 5.3 (the config). Runs in seconds.
+# Needs chapters [5.2] (files) and [5.3] (the config). Runs in seconds.
 #
 # [5.20 A sequence saved and loaded](20_state.ipynb) ·
 # [contents](../README.md) ·
 # [5.22 A conversation as ids](22_chat.ipynb)
+#
+# [5.2]: 02_fileio.ipynb
+# [5.3]: 03_config.ipynb
 
 # %%
 import json
@@ -94,7 +97,7 @@ def read_ranks(path: str | os.PathLike) -> tuple[bytes, np.ndarray]:
     Token i is blob[offsets[i]:offsets[i + 1]]. Raises MissingFile, and TokenizerError for a file that is damaged.
     """
     blob, ends, line_of = bytearray(), [0], dict[bytes, int]()
-    lines = small_file(Path(path), MAX_RANKS_BYTES, TokenizerError).removesuffix(b"\n").split(b"\n")
+    lines = small_file(Path(path), MAX_RANKS_BYTES, TokenizerError).rstrip(b"\n").split(b"\n")
     if lines[0].endswith(b"\r"):
         raise TokenizerError(f"{path}: lines end with CR LF, expected LF alone: the file was converted as text on its "
                              "way here; fetch it again byte for byte")
@@ -557,9 +560,11 @@ class Tokenizer:
 # The encoder is built when the first text is encoded. It can be dropped after the prompt, because then nothing is
 # encoded any more.
 #
-# Bytes in are bytes out (5.21.5). A `str` has no bytes for a lone surrogate, so it gets U+FFFD, as in the release's
+# Bytes in are bytes out ([5.21.5]). A `str` has no bytes for a lone surrogate, so it gets U+FFFD, as in the release's
 # class. The text is decoded block by block: a codec's incremental decoder keeps an unfinished character for the next
 # block.
+#
+# [5.21.5]: #5.21.5-Very-long-texts
 
 # %% tags=["export"]
 BLOCK = 1 << 16  # characters or bytes that are decoded at a time

@@ -8,11 +8,13 @@
 # Without this chapter the model sees the words and not who says them. With a careless one, a user who knows the format
 # speaks as the system.
 #
-# Needs chapter 5.21 (ids). Runs in seconds.
+# Needs chapter [5.21] (ids). Runs in seconds.
 #
 # [5.21 Bytes to ids and back](21_tokenizer.ipynb) ·
 # [contents](../README.md) ·
 # [5.23 A reply as it comes](23_reply.ipynb)
+#
+# [5.21]: 21_tokenizer.ipynb
 
 # %%
 import base64

@@ -8,11 +8,14 @@
 # Without this chapter a chat shows its tags to the user, runs a call that was cut off in the middle, and reads the
 # whole conversation again at every turn.
 #
-# Needs chapters 5.21 (ids) and 5.22 (the chat format). Runs in seconds.
+# Needs chapters [5.21] (ids) and [5.22] (the chat format). Runs in seconds.
 #
 # [5.22 A conversation as ids](22_chat.ipynb) ·
 # [contents](../README.md) ·
 # [5.24 A draw that can be repeated](24_sampling.ipynb)
+#
+# [5.21]: 21_tokenizer.ipynb
+# [5.22]: 22_chat.ipynb
 
 # %%
 from pathlib import Path
@@ -370,7 +373,9 @@ assert checked == 5
 
 # %% [markdown]
 # While the ids come, text goes to its channel: t for thinking, r for the response. A character whose bytes are not
-# complete waits, as in 5.21.8, and tags are never shown.
+# complete waits, as in [5.21.8], and tags are never shown.
+#
+# [5.21.8]: 21_tokenizer.ipynb#5.21.8-The-tokenizer
 
 # %%
 parser = ReplyParser(t)

@@ -8,11 +8,13 @@
 # Without this chapter a run that was resumed says something else than the run that was not, and nobody can tell a
 # mistake in the saved state from another throw of the dice.
 #
-# Needs chapter 5.2 (errors). Runs in seconds.
+# Needs chapter [5.2] (errors). Runs in seconds.
 #
 # [5.23 A reply as it comes](23_reply.ipynb) ·
 # [contents](../README.md) ·
 # [5.25 What a run has cost](25_report.ipynb)
+#
+# [5.2]: 02_fileio.ipynb
 
 # %%
 import time
@@ -538,8 +540,10 @@ assert abs(np.exp(log_probabilities(z12)).sum() - 1) < 1e-15
 # ## 5.24.6 The same everywhere
 #
 # Threads, budgets and chunks of the prompt cannot change a draw, because they cannot change a bit of the logits
-# (chapter 5.34), and position and seed are integers. One thread computes the draw from these, without a reduction whose
-# order could vary. A digest of 300 draws is written down here. Another CPU, or another NumPy, must give the same.
+# (chapter [5.34]), and position and seed are integers. One thread computes the draw from these, without a reduction
+# whose order could vary. A digest of 300 draws is written down here. Another CPU, or another NumPy, must give the same.
+#
+# [5.34]: 34_decode.ipynb
 
 # %%
 import hashlib

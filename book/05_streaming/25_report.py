@@ -4,11 +4,13 @@
 # A plan is a promise: so many bytes of memory, so many of them pinned. Whether the promise was kept must be measured,
 # and shown beside it. This chapter makes the report that every run ends with.
 #
-# Needs chapter 5.18 (the plan). Runs in seconds.
+# Needs chapter [5.18] (the plan). Runs in seconds.
 #
 # [5.24 A draw that can be repeated](24_sampling.ipynb) ·
 # [contents](../README.md) ·
 # [5.26 From a folder to a running model](26_engine.ipynb)
+#
+# [5.18]: 18_plan.ipynb
 
 # %% tags=["export"]
 import dataclasses

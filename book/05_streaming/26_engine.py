@@ -8,11 +8,19 @@
 #
 # At the end `k3lib.load(folder, ram="8GB")` gives a model that decodes.
 #
-# Needs chapters 5.8, 5.13, 5.16, 5.18, 5.20, 5.21 and 5.25. Runs in seconds.
+# Needs chapters [5.8], [5.13], [5.16], [5.18], [5.20], [5.21] and [5.25]. Runs in seconds.
 #
 # [5.25 What a run has cost](25_report.ipynb) ·
 # [contents](../README.md) ·
 # [5.27 Whether every byte is the one that was published](27_verify.ipynb)
+#
+# [5.8]: 08_model.ipynb
+# [5.13]: 13_trunk.ipynb
+# [5.16]: 16_experts.ipynb
+# [5.18]: 18_plan.ipynb
+# [5.20]: 20_state.ipynb
+# [5.21]: 21_tokenizer.ipynb
+# [5.25]: 25_report.ipynb
 
 # %%
 import json
@@ -36,7 +44,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 import numpy as np
 from k3lib.parallel import CORES, default_arithmetic
 from k3lib.matmul import NotFinite, bf16_to_float32
@@ -65,7 +73,9 @@ from k3lib.tokenizer import Tokenizer, ids_argument, is_whole, open_tokenizer
 #
 # `Engine` is what `load` returns. It owns one sequence and composes the rest: it asks `Model` for a forward pass, and
 # `Trunk`, `Experts` and `Files` for weights and for what was read. None of these refers to the engine. So when the last
-# reference to an engine goes, all of them are freed at once: memory, descriptors and readers (5.11.3).
+# reference to an engine goes, all of them are freed at once: memory, descriptors and readers ([5.11.3]).
+#
+# [5.11.3]: 11_prefetch.ipynb#5.11.3-What-is-true-whenever-nobody-holds-the-lock
 
 # %% tags=["export"]
 OPEN: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # {id: engine} of the engines that are not closed
@@ -332,9 +342,15 @@ class Engine(Engine):
             self.sequence.reset()
             self.unread = None
 
+    def __reduce__(self) -> NoReturn:
+        "Neither copied nor pickled: two objects would close the same files. Raises UsageError."
+        raise UsageError(f"a model holds open files and threads, so it has no copies: load {self.source.path} again")
+
     def save_state(self, file: str | os.PathLike) -> None:
         "Write the sequence to `file`, whole or not at all: a safetensors file (5.20). Raises OSError, UsageError."
         file = given_path("file", file)
+        if os.path.realpath(file.parent) == os.path.realpath(self.source.path):
+            raise UsageError(f"{file}: lies in the model's own folder, which is never written to")
         with self._exclusive():
             self._check_complete()
             save_sequence(file, self.sequence, self.fingerprint(), self.unread)
@@ -569,7 +585,9 @@ def still_open() -> str:
 
 # %% [markdown]
 # `load` is the whole way from a folder to an engine: arguments, headers, plan, weights. Before a first run another
-# process compiles the kernels (5.18.2), which takes some seconds; a plan that is refused is refused before.
+# process compiles the kernels ([5.18.2]), which takes some seconds; a plan that is refused is refused before.
+#
+# [5.18.2]: 18_plan.ipynb#5.18.2-What-compiling-takes
 
 # %% tags=["export"]
 def budget_argument(ram: str | int) -> int:

@@ -6,11 +6,16 @@
 # download against the hashes that the download itself left behind, write a manifest that `sha256sum` reads, interrupt a
 # check and continue it, and say what was *not* checked.
 #
-# Needs chapters 5.2 (files), 5.5 (headers), 5.7 (the checkpoint) and 5.26 (the engine). Runs in half a minute.
+# Needs chapters [5.2] (files), [5.5] (headers), [5.7] (the checkpoint) and [5.26] (the engine). Runs in half a minute.
 #
 # [5.26 From a folder to a running model](26_engine.ipynb) ·
 # [contents](../README.md) ·
 # [5.28 A checkpoint without the weights](28_synth.ipynb)
+#
+# [5.2]: 02_fileio.ipynb
+# [5.5]: 05_header.ipynb
+# [5.7]: 07_checkpoint.ipynb
+# [5.26]: 26_engine.ipynb
 
 # %%
 import hashlib

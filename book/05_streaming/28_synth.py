@@ -5,12 +5,17 @@
 # stand-in: the released names, types, shapes and file sizes, in about 5 GB of real bytes and a great many zeros. At the
 # end you can make one of any shape, know why a decode of its holes is exact, and know what it cannot show.
 #
-# Needs chapters 5.3 (the config), 5.4 (the table of tensors), 5.5 (headers) and 5.7 (the checkpoint). Runs in half a
-# minute.
+# Needs chapters [5.3] (the config), [5.4] (the table of tensors), [5.5] (headers) and [5.7] (the checkpoint). Runs in
+# half a minute.
 #
 # [5.27 Whether every byte is the one that was published](27_verify.ipynb) ·
 # [contents](../README.md) ·
 # [5.29 Showing must not cost the result](29_display.ipynb)
+#
+# [5.3]: 03_config.ipynb
+# [5.4]: 04_tensors.ipynb
+# [5.5]: 05_header.ipynb
+# [5.7]: 07_checkpoint.ipynb
 
 # %%
 import tempfile
@@ -71,9 +76,11 @@ print(f"on disk {toy.stat().st_blocks * 512:,} bytes; data at {data_extents(toy)
 # %% [markdown]
 # ## 5.28.2 The numbers of a config
 #
-# Chapter 5.3 reads a `config.json`, and 5.4 derives every tensor's name and shape from it. Here the same tables are
+# Chapter [5.3] reads a `config.json`, and 5.4 derives every tensor's name and shape from it. Here the same tables are
 # used the other way: from numbers to the file. Three presets: the released shape, a slice of it at full width, and the
 # small 13-layer graph.
+#
+# [5.3]: 03_config.ipynb
 
 # %% tags=["export"]
 import hashlib
@@ -332,8 +339,10 @@ for label, values in off.items():
     print(f"{label:34s} {values.count(0):2d} of {len(values)} sizes equal; others off by {sorted({*values} - {0})}")
 
 # %% [markdown]
-# Only the guess survives, and it does so for all 96 files (checked in 5.28.7). Two wrong orders agree in files that
+# Only the guess survives, and it does so for all 96 files (checked in [5.28.7]). Two wrong orders agree in files that
 # hold one type only and few tensors, so a check on the smallest file would have passed them.
+#
+# [5.28.7]: #5.28.7-A-plan,-and-the-census-without-a-file
 
 # %%
 fig, ax = plt.subplots(figsize=(6, 3))
@@ -801,9 +810,12 @@ def give_name(part: Path, folder: Path) -> None:
 
 
 def keeps_holes(folder: Path) -> bool:
-    "True if a file in `folder` can be longer than the space it takes on disk."
+    "True if a file in `folder` can be longer than the space it takes on disk. Raises OSError, which names the folder."
     with tempfile.TemporaryFile(dir=folder) as probe:
-        probe.truncate(1 << 24)
+        try:
+            probe.truncate(1 << 24)
+        except OSError as error:
+            raise OSError(error.errno, f"{folder}: a file of 16.8 MB cannot be made: {error.strerror}") from None
         return disk_bytes(os.fstat(probe.fileno())) < 1 << 24
 
 
@@ -894,7 +906,9 @@ def synth(folder: str | os.PathLike, preset: str = "full", seed: int = 0, layers
 
 # %% [markdown]
 # The small preset, really written. The `safetensors` library, a reader we did not write, finds the bytes of every
-# tensor, and the census of chapter 5.6 counts the graph.
+# tensor, and the census of chapter [5.6] counts the graph.
+#
+# [5.6]: 06_census.ipynb
 
 # %%
 home = Path(scratch.name) / "oracle"
@@ -903,7 +917,7 @@ small = Checkpoint(home)
 for file in small.files:
     for name, theirs in safetensors.deserialize(Path(file).read_bytes()):
         assert small.raw(name).tobytes() == theirs["data"] and list(small.extent(name).shape) == theirs["shape"]
-print(json.loads((home / "config.json").read_text())["synthetic"]["generator"], f"wrote {done.tensors:,} tensors\n")
+print(json.loads((home / "config.json").read_bytes())["synthetic"]["generator"], f"wrote {done.tensors:,} tensors\n")
 print(small.census(experts_per_token=4).table())
 
 

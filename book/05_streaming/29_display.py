@@ -6,7 +6,7 @@
 # this chapter you can write to standard output and standard error so that every character appears in some form, and so
 # that a failure of the display is noticed, named, and costs nothing but the display.
 #
-# Needs chapter 5.2 (errors). Runs in seconds.
+# Needs chapter [5.2] (errors). Runs in seconds.
 #
 # [5.28 A checkpoint without the weights](28_synth.ipynb) ·
 # [contents](../README.md) ·
@@ -19,10 +19,13 @@
 # character of a model's answer, is missing from every encoding but Unicode's. So such a character is written as its
 # escape, `\ufffd`. The same holds for a file name that is not UTF-8: Python keeps its bytes as lone surrogates, which
 # no encoding has.
+#
+# [5.2]: 02_fileio.ipynb
 
 # %% tags=["export"]
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -35,6 +38,11 @@ def escaped(text: str, stream: TextIO) -> str:
     "`text` with the characters that `stream` cannot encode written as escapes, like \\xe9 and \\ufffd."
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def printable(text: str) -> str:
+    "`text` as one line: control characters are written as escapes. A path may hold them, and a terminal obeys them."
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
 
 
 # %%

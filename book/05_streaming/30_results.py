@@ -6,7 +6,7 @@
 # of that is in a plan. And if the run is killed at the last token, all of it is lost. After this chapter you can write
 # results of any length in the memory of one row, in files that are readable at every moment.
 #
-# Needs chapters 5.2 (files written whole) and 5.14 (the form of a trace). Runs in seconds.
+# Needs chapters [5.2] (files written whole) and [5.14] (the form of a trace). Runs in seconds.
 #
 # [5.29 Showing must not cost the result](29_display.ipynb) ·
 # [contents](../README.md) ·
@@ -14,7 +14,7 @@
 #
 # ## 5.30.1 A file that grows
 #
-# `whole_file` (5.2.5) gives a file its name when it is complete, and removes it if anything goes wrong. That is right
+# `whole_file` ([5.2.5]) gives a file its name when it is complete, and removes it if anything goes wrong. That is right
 # for a file of which a part is worth nothing. Of logits and traces each record is worth something alone. So these files
 # are written record by record. While the run goes on, such a file has a private name, in which the process id shows
 # whose it is. It is named in the user's words when the run ends, whole or not. A process that is killed cannot do that:
@@ -23,6 +23,10 @@
 # The order makes it readable at every moment: the bytes of a record come first, then the head that counts them. A
 # record that was not completed is cut off at the end, and by the head before. A killed process's file of the same
 # private name belongs to another run: it is left alone.
+#
+# [5.2]: 02_fileio.ipynb
+# [5.14]: 14_trace.ipynb
+# [5.2.5]: 02_fileio.ipynb#5.2.5-Written-whole
 
 # %% tags=["export"]
 import contextlib
@@ -32,13 +36,13 @@ import json
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from k3lib.fileio import MissingFile, UsageError, whole_file
+from k3lib.fileio import MissingFile, UsageError, refuse_to_replace, whole_file
 from k3lib.system import sync_folder
 from k3lib.trace import packed_trace
 
@@ -264,10 +268,12 @@ assert tree == {"whole": True, "ids": list(range(300_000)), "plan": {"total": 5}
 # the place of something else: a file of the model, a device, a link.
 
 # %% tags=["export"]
-def check_outputs(model: str | os.PathLike[str], *paths: str | os.PathLike[str] | None) -> None:
+def check_outputs(model: str | os.PathLike[str], *paths: str | os.PathLike[str] | None,
+                  read: Sequence[str | os.PathLike[str] | None] = ()) -> None:
     """Refuse, before the run, an output that could not be written after it, or that would replace something else.
 
-    `model`: the model's folder. "-" is standard output. Raises UsageError and MissingFile.
+    `model`: the model's folder. "-" is standard output. `read`: files that the run reads. Raises UsageError and
+    MissingFile.
     """
     if paths.count("-") > 1:
         raise UsageError("standard output, -, is named for two outputs")
@@ -278,6 +284,8 @@ def check_outputs(model: str | os.PathLike[str], *paths: str | os.PathLike[str] 
             raise UsageError(f"{path}: lies in the model's own folder, which is never written to")
     if len({path.resolve() for path in given}) < len(given):
         raise UsageError(f"{given[0]}: is named for two outputs")
+    if same := {path.resolve() for path in given} & {Path(path).resolve() for path in read if path not in (None, "-")}:
+        raise UsageError(f"{min(same)}: is to be read and to be written")
 
 
 def _check_output(path):
@@ -289,8 +297,7 @@ def _check_output(path):
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise UsageError(f"{path}: the folder {path.parent} cannot be written to: {error.strerror}") from None
-    if path.is_symlink() or path.exists() and not path.is_file():
-        raise UsageError(f"{path}: is no regular file, so it will not be replaced by one")
+    refuse_to_replace(path)
 
 
 # %% [markdown]

@@ -6,11 +6,17 @@
 # read after the last step that takes any. At the end you can start a run with one call, interrupt it at any moment, and
 # find what it has made.
 #
-# Needs chapters 5.18, 5.21, 5.26, 5.29 and 5.30. Runs in seconds.
+# Needs chapters [5.18], [5.21], [5.26], [5.29] and [5.30]. Runs in seconds.
 #
 # [5.30 Results on the disk before the run has ended](30_results.ipynb) ·
 # [contents](../README.md) ·
 # [5.32 A conversation that goes on tomorrow](32_conversation.ipynb)
+#
+# [5.18]: 18_plan.ipynb
+# [5.21]: 21_tokenizer.ipynb
+# [5.26]: 26_engine.ipynb
+# [5.29]: 29_display.ipynb
+# [5.30]: 30_results.ipynb
 
 # %%
 import json
@@ -25,9 +31,11 @@ EXPECTED = json.loads((ORACLE / "expected.json").read_text())
 # ## 5.31.1 A prompt of any length
 #
 # A prompt is a list of ids, a text, or the bytes of a file. A file may be longer than memory. So it is read a megabyte
-# at a time, encoded a part at a time (5.21.5), and its ids are kept as four bytes each. Each id will need a position of
-# the KV cache, and a budget has room for only so many of those. As soon as there are more ids, the prompt is refused: a
-# file of a terabyte is refused as soon, and in as little memory, as one that is a page too long.
+# at a time, encoded a part at a time ([5.21.5]), and its ids are kept as four bytes each. Each id will need a position
+# of the KV cache, and a budget has room for only so many of those. As soon as there are more ids, the prompt is
+# refused: a file of a terabyte is refused as soon, and in as little memory, as one that is a page too long.
+#
+# [5.21.5]: 21_tokenizer.ipynb#5.21.5-Very-long-texts
 
 # %% tags=["export"]
 import dataclasses
@@ -79,7 +87,7 @@ def parse_ids(text: str) -> list[int]:
     "Token ids from '1,2,3' or '1 2 3'. Raises UsageError, which shows the word that is no id."
     ids = []
     for word in re.split(r"\s*,\s*|\s+", str(text).strip()):
-        if not word.isdecimal() or len(word) > 18:
+        if not (word.isascii() and word.isdecimal()) or len(word) > 18:
             raise UsageError(f"ids: {shown_value(word)} is not a token id: write them like 1,2,3")
         ids.append(int(word))
     return ids
@@ -216,8 +224,10 @@ def told_logprobs(logits: np.ndarray, token: int, n: int) -> dict[str, Any]:
 
 # %% [markdown]
 # `Run` keeps what the report needs besides the engine's own records. Nothing in memory grows with the answer but the
-# records of its steps (5.25.1) and, if they were asked for, the log probabilities. The whole text is made from the ids
-# when the report is written.
+# records of its steps ([5.25.1]) and, if they were asked for, the log probabilities. The whole text is made from the
+# ids when the report is written.
+#
+# [5.25.1]: 25_report.ipynb#5.25.1-A-step-in-36-bytes
 
 # %% tags=["export"]
 class Run:
@@ -278,8 +288,10 @@ class Run(Run):
 
 # %% [markdown]
 # A run may begin where another has ended: with a saved state, or with the longest prefix of its prompt that is in a
-# folder of states (5.20.6). A damaged state in that folder costs no run. It is removed, which is said, and the next
+# folder of states ([5.20.6]). A damaged state in that folder costs no run. It is removed, which is said, and the next
 # longest prefix is taken.
+#
+# [5.20.6]: 20_state.ipynb#5.20.6-Prompts-that-begin-alike
 
 # %% tags=["export"]
 def load_prefix(model: Engine, cache: PrefixCache, ids: Sequence[int], show: Show) -> int:
@@ -359,10 +371,17 @@ def finish(run: Run, show: Show, write: Show, cache: PrefixCache | None = None,
     results.tree = run.tree
     try:
         generate(run, show, write, cache, bars)
-        results.save()
-        if save_state is not None:
-            model.save_state(save_state)
+        failed = None
+        try:
+            results.save()
+            if save_state is not None:
+                model.save_state(save_state)
+        except OSError as error:  # a disk that is full must not hide the answer
+            failed = error
         show_ids(show, "generated ids", (step.token for step in model.steps))
+        if failed is not None:
+            show(model.report.text())
+            raise failed
         results.show()
         report = model.report
         show(report.text())

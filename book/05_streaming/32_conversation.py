@@ -7,11 +7,17 @@
 #
 # Without this chapter the tenth question reads nine answers again, and a power cut costs the whole conversation.
 #
-# Needs chapters 5.20 (states), 5.22 to 5.24 (the chat format, replies, draws) and 5.26 (the engine). Runs in seconds.
+# Needs chapters [5.20] (states), [5.22] to [5.24] (the chat format, replies, draws) and [5.26] (the engine). Runs in
+# seconds.
 #
 # [5.31 One whole run](31_run.ipynb) ·
 # [contents](../README.md) ·
 # [5.33 A terminal to talk in](33_talk.ipynb)
+#
+# [5.20]: 20_state.ipynb
+# [5.22]: 22_chat.ipynb
+# [5.24]: 24_sampling.ipynb
+# [5.26]: 26_engine.ipynb
 
 # %%
 from pathlib import Path
@@ -29,7 +35,7 @@ MODEL = ROOT / "fixtures" / "oracle13" / "model"
 # ## 5.32.1 What a file must hold
 #
 # Messages alone are not enough to go on. They would have to be read again, and where the model has spelled a word with
-# other ids than the encoder (5.23.3), the model would read another spelling than the one it wrote. So the file of a
+# other ids than the encoder ([5.23.3]), the model would read another spelling than the one it wrote. So the file of a
 # conversation holds messages, ids, and the names of snapshots beside it. Where a snapshot is lost, the ids are read
 # again, and the conversation goes on with the same bytes.
 #
@@ -37,6 +43,8 @@ MODEL = ROOT / "fixtures" / "oracle13" / "model"
 # then the conversation's file, whole, which names that snapshot; then the snapshots that it no longer names are
 # removed. Before the second step the old conversation is valid, after it the new one. At most the turn under way is
 # lost.
+#
+# [5.23.3]: 23_reply.ipynb#5.23.3-What-is-new
 
 # %% tags=["export"]
 import contextlib
@@ -131,7 +139,9 @@ class Conversation(Conversation):
 #
 # The file comes from a disk, and perhaps from a mail. Every field is checked before it is used: a snapshot's name may
 # not lead to another folder, and ids must be ids of this model. Settings that were given now must be those of the file.
-# To change them in the middle would change ids in front of all that was read (5.23.3).
+# To change them in the middle would change ids in front of all that was read ([5.23.3]).
+#
+# [5.23.3]: 23_reply.ipynb#5.23.3-What-is-new
 
 # %% tags=["export"]
 class Conversation(Conversation):
@@ -167,9 +177,11 @@ class Conversation(Conversation):
 # %% [markdown]
 # ## 5.32.3 Reading only what is new
 #
-# Before a turn the conversation is rendered anew, and `unread` (5.23.3) says how many of the known ids stand. If all
+# Before a turn the conversation is rendered anew, and `unread` ([5.23.3]) says how many of the known ids stand. If all
 # that the sequence has read stands, it goes on. Otherwise it goes back to the last snapshot before the difference, or
 # to the beginning. Then some ids are read again, and they are counted and told.
+#
+# [5.23.3]: 23_reply.ipynb#5.23.3-What-is-new
 
 # %% tags=["export"]
 class Conversation(Conversation):

@@ -4,11 +4,14 @@
 # A conversation (5.32) needs a line to type in and a place where the answer appears. After this chapter you can talk to
 # a model in a terminal: with a line that can be edited, with words as they come, with a key that stops them.
 #
-# Needs chapters 5.29 (displays) and 5.32 (conversations). Runs in seconds.
+# Needs chapters [5.29] (displays) and [5.32] (conversations). Runs in seconds.
 #
 # [5.32 A conversation that goes on tomorrow](32_conversation.ipynb) ·
 # [contents](../README.md) ·
 # [5.34 The dial: one model, any budget](34_decode.ipynb)
+#
+# [5.29]: 29_display.ipynb
+# [5.32]: 32_conversation.ipynb
 
 # %%
 import contextlib

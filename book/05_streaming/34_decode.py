@@ -5,7 +5,7 @@
 # decodes greedily, and the report says what that cost. At the end you can run a model of any size on this machine, and
 # you know what the budget changes, the bytes that are read for a token, and what it never changes: a bit of the answer.
 #
-# Needs the whole book; uses what chapters 5.18 to 5.31 made. Runs in under a minute.
+# Needs the whole book; uses what chapters [5.18] to [5.31] made. Runs in under a minute.
 #
 # [5.33 A terminal to talk in](33_talk.ipynb) ·
 # [contents](../README.md)
@@ -14,6 +14,9 @@
 #
 #     papermill book/05_streaming/34_decode.ipynb out.ipynb -p model_dir DIR -p ram 8GB \
 #         -p ids "1,2,3" -p max_new_tokens 8
+#
+# [5.18]: 18_plan.ipynb
+# [5.31]: 31_run.ipynb
 
 # %% tags=["parameters"]
 model_dir = ""  # a checkpoint's folder; empty: the embedded 13-layer model
@@ -208,12 +211,14 @@ print(f"the KDA state alone: {shown_size(state)}; the rest of a gigabyte pins {s
 #
 # The figure shows the peaks and the bytes of these runs. The cross above the line is a run in which no kernel had been
 # compiled yet. It was measured when a run compiled its kernels itself, in memory that was part of no plan. Now another
-# process does so first (5.18.2).
+# process does so first ([5.18.2]).
 #
 # Why pin, and not cache? Forward passes are a cycle, and on a cycle the least recently used row block is the one needed
 # next. An LRU cache of 90% of the trunk would save nothing; 90% of it pinned saves 90% (5.13). Why the trunk first? A
 # pinned gigabyte is a gigabyte less to read at every token. A token requests 25.8 GB of experts, and a gigabyte of
 # cache for them saves two thirds of a gigabyte at best (5.16).
+#
+# [5.18.2]: 18_plan.ipynb#5.18.2-What-compiling-takes
 
 # %% tags=["nbval-ignore-output"]
 ladder = [row for row in measured["rows"] if row["what"] == f"{row['ram'] // 10**9}GB"]
@@ -279,7 +284,9 @@ with tempfile.TemporaryDirectory() as scratch:
 # The second is a file of the right size with a number in it that is not finite. An E8M0 scale of 255 is NaN, and so is
 # everything that it multiplies, also zeros. An infinity would become 1 in SiTU's $\tanh$ and be hidden. So sums are
 # checked before any nonlinear function is applied to them (1.5), and weights are read again only where a sum is not
-# finite (5.26.3). That costs 1 to 2% of a step here, where a row has 128 weights, and less where it has 7168.
+# finite ([5.26.3]). That costs 1 to 2% of a step here, where a row has 128 weights, and less where it has 7168.
+#
+# [5.26.3]: 26_engine.ipynb#5.26.3-A-number-that-is-not-finite
 
 # %%
 def overwrite(extent, at, byte):

@@ -9,10 +9,12 @@ BOOK_REPOSITORY=owner/name adds links that open a page's notebook in Colab or Bi
 
 import os
 import shutil
+import sys
 from importlib.resources import files
 from pathlib import Path
 
 BOOK = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(BOOK / "site"))  # where slugs.py is
 PARTS = {  # the first two characters of a chapter's folder: the heading of its list
     "00": "K3",
     "01": "Arithmetic",
@@ -29,6 +31,8 @@ exclude_patterns = ["**/.ipynb_checkpoints", "site/**"]
 nb_execution_mode = "off"  # the notebooks hold their outputs
 myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 3
+myst_heading_slug_func = "slugs.as_in_jupyterlab"  # one link leads to a section in JupyterLab and on the site
+suppress_warnings = ["myst.duplicate_def"]  # each cell of a notebook defines the targets of its own links
 
 html_theme = "furo"
 html_title = project

@@ -1,30 +1,30 @@
 # %% [markdown]
-# # 2.1 Kimi Delta Attention: a memory that never grows
+# # 2.2 Kimi Delta Attention: a memory that never grows
 #
-# In 69 of K3's 93 layers attention keeps no list of the past. Each head holds one 128 × 128 matrix, lets every key
-# channel fade at its own speed, and corrects what it holds instead of adding to it. At the end you can run such a layer
-# token by token or in chunks with the same bits, break it in fourteen ways that still look like attention, and say what
-# its memory costs: 434 MB + 31 MB, at any length.
+# In 69 of K3's 93 layers attention keeps no list of the past. Each head holds one 128 × 128 matrix, the state. Every
+# key channel of it fades at its own speed, and a new value is written as a correction. Chapter [2.1] derives this rule;
+# this chapter builds the layer around it. At the end you can run such a layer token by token or in chunks with the same
+# bits, and you have seen fourteen wrong layers fail.
 #
-# [1.6 Exponential, tanh, sigmoid and RMSNorm with the same bits everywhere](../01_mxfp4/06_functions.ipynb) ·
+# > **Without it:** the keys and values of 69 layers take 6,783 GB<!--claim a million--> after a million tokens. For
+# > every new token a disk of 7 GB/s would read them in 969 s.<!--claim seconds-->
+# >
+# > **With it:** the state takes 0.43 GB<!--claim state--> and the history of the convolutions
+# > 0.03 GB,<!--claim history--> after any number of tokens. Both stay in memory.
+#
+# Needs chapters [2.1] (the rule), [1.5] and [1.6] (products, exp and sigmoid with fixed bits). Runs in half a minute.
+# Makes `k3lib.kda`.
+#
+# [2.1 From softmax attention to a memory that corrects itself](01_delta_rule.ipynb) ·
 # [contents](../README.md) ·
 # [3.1 Gated MLA: attention that caches 576 numbers](../03_mla/01_mla.ipynb)
 #
-# | symbol | meaning | shape in K3 | in code |
-# |---|---|---|---|
-# | $x$ | normed hidden state of a token | 7168 | `x` |
-# | $q, k, v$ | query, key, value, each after its own projection and convolution | 96 heads × 128 | `q`, `k`, `v` |
-# | $\beta$ | how much of the error is written, 0..1 | one a head | `beta` |
-# | $\alpha = e^g$ | what a key channel keeps from one token to the next | 96 × 128 | `alpha` |
-# | $S$ | the state, rows are key channels, columns value channels | 96 × 128 × 128 | `S` |
-# | $o$ | what the query reads out of it | 96 × 128 | `o` |
-# | `A_log`, `dt_bias` | logarithm of a head's decay rate, offset of a channel's decay | 128 (first 96 count), 12288 | same |
-# | | `gate_lower_bound` of the config | −5 | `lower_bound` |
-#
-# Source of the equations: the published modelling code and the Kimi Linear report; the fixtures were computed by others
-# (`fixtures/README.md`).
+# [2.1]: 01_delta_rule.ipynb
+# [1.5]: ../01_mxfp4/05_matmul.ipynb
+# [1.6]: ../01_mxfp4/06_functions.ipynb
 
 # %%
+import sys
 import time
 from pathlib import Path
 
@@ -32,12 +32,44 @@ import matplotlib.pyplot as plt
 from safetensors.numpy import load_file
 
 from k3lib.checkpoint import Checkpoint
+from k3lib.config import read_config
 from k3lib.matmul import ResidentMatrix
 from k3lib.parallel import CORES
 from k3lib.tensors import EMBED, TABLE, tensor_name
 
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 plt.style.use(ROOT / "book" / "k3.mplstyle")
+sys.path.insert(0, str(ROOT / "book"))
+import schematics
+
+K3 = read_config(ROOT / "fixtures/k3")  # the numbers of the released model
+schematics.where(K3, "kda")
+
+# %% [markdown]
+# | symbol | meaning | shape in K3 | in code |
+# |---|---|---|---|
+# | $x$ | input of the layer for one token, mixed and normed | 7168 | `x` |
+# | $q, k, v$ | query, key, value, each after its own projection and convolution | 96 heads × 128 | `q`, `k`, `v` |
+# | $\theta_j$ | taps of a channel's convolution, oldest first | 4 a channel | `weight` |
+# | $\beta$ | write strength, 0 to 1 | one a head | `beta` |
+# | $\zeta$ | input of the decay | 96 × 128 | `z` |
+# | $A$ | logarithm of a head's decay rate, tensor `A_log` | 128, the first 96 count | `A_log` |
+# | $\alpha$ | what a key channel keeps from one token to the next, 0 to 1 | 96 × 128 | `alpha` |
+# | $S$ | state: rows are key channels, columns value channels | 96 × 128 × 128 | `S` |
+# | $\hat v = S^\top k$ | recalled value | 96 × 128 | `recall(S, k)` |
+# | $\delta = \beta\,(v - \hat v)$ | the correction that is written | 96 × 128 | `delta` |
+# | $o$ | what the query reads from the state | 96 × 128 | `o` |
+# | $d$ | width of a head | 128 | `d` |
+# | $y$ | output of the layer | 7168 | `y` |
+#
+# Two constants come from elsewhere: the lower bound of $\log \alpha$, `gate_lower_bound` in the config, is −5; the
+# $10^{-6}$ in the norm of keys is in the published code. Source of the equations: that code and the Kimi Linear report.
+# The fixtures were computed by others (`fixtures/README.md`).
+#
+# The data flow of one layer for one token, with the shapes of K3:
+
+# %%
+schematics.kda(K3)
 
 # %% tags=["export"]
 from typing import Any, NamedTuple, Protocol
@@ -61,34 +93,36 @@ def _check_shape(what, array, shape):
 
 # %% tags=["parameters"]
 seed = 2
-timed_layers = 69  # states swept by the timing of 2.1.6: one of K3's KDA layers each
+timed_layers = 69  # states swept by the timing of 2.2.6: one of K3's KDA layers each
 
 
 # %% [markdown]
-# ## 2.1.1 By hand: one key, two values
+# ## 2.2.1 By hand: one key, two values
 #
 # A 2 × 2 state, one head, $\beta = 1$. Token 1 writes $v=(3,4)$ under $k=(1,0)$: row 0 becomes $(3,4)$. Token 2 writes
-# $(5,6)$ under the same key while channel 0 keeps half, $\alpha=(½,1)$.
+# $(5,6)$ under the same key, while channel 0 keeps half: $\alpha=(½,1)$.
 #
 # | step of token 2 | | |
 # |---|---|---|
 # | fade | $S \leftarrow \mathrm{diag}(\alpha)\,S$ | row 0 is $(1.5, 2)$ |
-# | recall | $S^\top k$ | $(1.5, 2)$ |
-# | error | $v - S^\top k$ | $(3.5, 4)$ |
-# | correct | $S \leftarrow S + \beta\, k\,(\text{error})^\top$ | row 0 is $(5, 6)$ |
+# | recall | $\hat v = S^\top k$ | $(1.5, 2)$ |
+# | error | $v - \hat v$ | $(3.5, 4)$ |
+# | correct | $S \leftarrow S + \beta\, k\,(v - \hat v)^\top$ | row 0 is $(5, 6)$ |
 #
-# A plain sum would hold $(6.5, 8)$: neither value. With $\beta=½$ the row ends halfway, at $(3.25, 4)$. That is the
-# whole idea; the rest of the layer prepares $q, k, v, \alpha, \beta$ and cleans up $o$.
+# A plain sum would hold $(6.5, 8)$, which is neither value. With $\beta=½$ the row ends halfway, at $(3.25, 4)$. The
+# rest of the layer computes $q, k, v, \alpha$ and $\beta$ from $x$, and turns $o$ into $y$.
 
 # %% [markdown]
-# ## 2.1.2 A glance back: the short convolution
+# ## 2.2.2 The short convolution: a look at three tokens before
 #
-# Before they meet the state, $q$, $k$ and $v$ pass a depthwise causal convolution: each of 12,288 channels mixes its
-# last four inputs.
+# One token's $q$, $k$ and $v$ often depend on its neighbours: "New" means something else before "York". So before they
+# meet the state, $q$, $k$ and $v$ pass a short convolution. It is *depthwise*: each of 12,288 channels mixes its own
+# last four inputs and no other channel. It is *causal*: it never sees a later token.
 #
-# $$y_{t,c} = \mathrm{silu}\Big(\sum_{j=0}^{3} w_{c,j}\; x_{t-3+j,\,c}\Big), \qquad \mathrm{silu}(u) = u\,\sigma(u)$$
+# $$y_t = \mathrm{silu}\Big(\sum_{j=0}^{3} \theta_j\; x_{t-3+j}\Big), \qquad \mathrm{silu}(a) = a\,\sigma(a)$$
 #
-# Tap 3 meets the newest input. First in float64, then the kernel.
+# Here $x_t$ and $y_t$ are one channel before and after the convolution. Tap 3 meets the newest input. First in float64,
+# then the kernel.
 
 # %%
 def sigmoid64(x):
@@ -108,9 +142,9 @@ def conv64(x, weight, past=None, activation=silu64):
 
 
 # %% [markdown]
-# The next call needs the last three inputs of each channel, taken *before* the activation. After a call of one or two
-# tokens, part of the old history remains: that is the branch on `s`. In-place shifting is safe, because position `T+j`
-# is read before it is overwritten.
+# The next call needs the last three inputs of each channel, taken *before* the activation. A call with one or two
+# tokens is shorter than this history, so part of the old history stays: that is the branch on `s`. The kernel shifts
+# the history in place. This is safe, because position `T+j` is read before it is overwritten.
 
 # %% tags=["export"]
 @kernel
@@ -152,9 +186,10 @@ def short_conv(x: np.ndarray, weight: np.ndarray, state: np.ndarray) -> np.ndarr
 
 
 # %% [markdown]
-# `fixtures/ops/short_conv`, computed by PyTorch in float64. The gate of every op here is 1e-5 of the output's largest
-# magnitude; float32 itself stays within a tenth of that (`ops/README.md`). `rejects` turns the gate around: a wrong
-# version must fall outside it.
+# The fixture `fixtures/ops/short_conv` was computed by PyTorch in float64. Every operation of this chapter has the same
+# gate: the largest difference must be below 1e-5 of the output's largest magnitude. Float32 itself stays within a tenth
+# of that (`ops/README.md`). `check` is the gate. `rejects` turns it around: a wrong version must be a hundred times
+# outside.
 
 # %%
 TOLERANCE = 1e-5
@@ -206,13 +241,16 @@ rejects(fixture["y_from_state"], {
 })
 
 # %% [markdown]
-# ## 2.1.3 Keys of length one
+# ## 2.2.3 Keys of length one
 #
 # $$\hat k = \frac{k}{\sqrt{\sum_i k_i^2 + 10^{-6}}}$$
 #
-# A *sum*: $\hat k$ has length 1, so $k k^\top$ is a projection and $\beta = 1$ replaces exactly what was stored. With
-# the mean in place of the sum, the length is $\sqrt{128} = 11.3$, the correction overshoots 128-fold, and the state
-# explodes. $q$ is normed too; $v$ is not, because its length carries information.
+# A *sum*, so $\hat k$ has length 1, and a write with $\beta = 1$ replaces exactly what was stored under that key
+# ([2.1.4]). With the mean in place of the sum, the length would be $\sqrt{128} = 11.3$, each write would multiply the
+# error by $1 - 128\beta$, and the state would explode. The query is scaled in the same way. The value is not, because
+# its length is part of what is remembered. From here on $k$ and $q$ stand for the scaled vectors.
+#
+# [2.1.4]: 01_delta_rule.ipynb#2.1.4-The-repair:-one-step-of-gradient-descent
 
 # %% tags=["export"]
 L2_EPS = np.float32(1e-6)  # added to the sum of squares, not to the mean of squares
@@ -261,15 +299,24 @@ rejects(fixture["y"], {
     "no eps": fixture["x"] / np.linalg.norm(fixture["x"].astype(np.float64), axis=-1, keepdims=True),
 })
 
-
 # %% [markdown]
-# ## 2.1.4 How fast a channel forgets
+# ## 2.2.4 How fast a channel forgets
 #
-# $$z = W_{fb} W_{fa} x + b_{dt}, \qquad g = -5\;\sigma\!\big(e^{A_h}\, z\big), \qquad \alpha = e^{g}$$
+# $$\zeta = W_{fb} W_{fa} x + b_{dt}, \qquad \alpha = \exp\!\big(-5\;\sigma(e^{A} \zeta)\big)$$
 #
-# `A_log` is one number a *head*, stored in a vector padded to 128 entries. Only its first 96 count. A version that
-# reads it per channel finds a plausible but wrong number for every channel. The sigmoid bounds the loss: no channel
-# keeps less than $e^{-5} = 0.7\%$ a token.
+# The layer computes from the token how much each channel keeps. Two thin matrices, $W_{fa}$ and $W_{fb}$, do this with
+# 2.5 million weights a layer<!--claim thin--> where one full matrix would take 88 million.<!--claim full--> The sigmoid
+# bounds the loss: a channel keeps at least $e^{-5}$, which is 0.7%,<!--claim least--> of its content.
+#
+# `A_log` is one number a *head*, stored in a vector padded to 128 entries, of which only the first 96 count. A version
+# that reads it per channel finds a plausible but wrong number for every channel.
+
+# %%
+thin = K3.kda_head_dim * (K3.hidden_size + K3.kda_num_heads * K3.kda_head_dim)
+print(f"two thin matrices: {thin / 1e6:.1f} million weights")  # claim thin
+print(f"one full matrix: {K3.hidden_size * K3.kda_num_heads * K3.kda_head_dim / 1e6:.0f} million")  # claim full
+print(f"a channel keeps at least {np.exp(K3.kda_gate_lower_bound):.1%}")  # claim least
+
 
 # %% tags=["export"]
 @kernel
@@ -343,8 +390,9 @@ rejects(fixture["g"], {
 })
 
 # %% [markdown]
-# The picture: each dot is a channel of the fixture, its half-life against the $z$ it saw. A head's dots must lie on one
-# curve, its own. Read per channel, `A_log` would give every channel its curve and the cloud no line.
+# Each dot of the next figure is a channel of the fixture: the number of tokens after which half is left, against the
+# $\zeta$ that the channel saw. All dots of a head must lie on one curve. If `A_log` were read per channel, each channel
+# would have a curve of its own, and the dots of a head would form a cloud.
 
 # %%
 lived = np.linspace(-8.5, 8, 200)
@@ -357,7 +405,7 @@ for h in range(3):
 plt.axhline(np.log(2) / 5, color="0.6", lw=1, ls=":")
 plt.semilogy()
 plt.ylim(.1, 1e5)
-plt.xlabel("z, after dt_bias")
+plt.xlabel("input of the decay, ζ")
 plt.ylabel("half-life [tokens]")
 plt.title("One curve a head, from a seventh of a token to no forgetting at all")
 plt.legend()
@@ -365,13 +413,15 @@ plt.show()
 
 
 # %% [markdown]
-# ## 2.1.5 The recurrence
+# ## 2.2.5 The recurrence
 #
 # $$S \leftarrow \mathrm{diag}(\alpha)\,S, \qquad S \leftarrow S + \beta\, k\,(v - S^\top k)^\top,
 # \qquad o = \tfrac{1}{\sqrt d}\, S^\top q$$
 #
-# In float64, line for line, every head at once. The update is a function of its own, so that it can be broken on its
-# own.
+# Derived in [2.1.5]. In float64, line for line, for all heads at once. The update is a function of its own, so that it
+# can be replaced by a wrong one.
+#
+# [2.1.5]: 01_delta_rule.ipynb#2.1.5-Forgetting:-each-key-channel-fades-at-its-own-speed
 
 # %%
 def recall(S, k):
@@ -398,7 +448,9 @@ def recurrent64(q, k, v, alpha, beta, S, update=delta_rule):
 
 
 # %% [markdown]
-# The table of 2.1.1, then 33 tokens of three heads, `fixtures/ops/kda_recurrent` (fla-core's reference in float64).
+# The table of [2.2.1], then 33 tokens of three heads, `fixtures/ops/kda_recurrent` (fla-core's reference in float64).
+#
+# [2.2.1]: #2.2.1-By-hand:-one-key,-two-values
 
 # %%
 key, values = np.array([[[1., 0]], [[1, 0]]]), np.array([[[3., 4]], [[5, 6]]])
@@ -420,8 +472,9 @@ for start, o_name, S_name in ((zero, "o", "final_state"), (given, "o_s0", "final
 
 
 # %% [markdown]
-# Nine ways to get it wrong. The second is the closest: where channels hardly fade, the undecayed state errs by almost
-# nothing. The fixture fades enough to see it.
+# Nine wrong versions. The second is the closest: it takes the error from the state before it has faded. Where channels
+# hardly fade, this is almost the right error. The fixture fades enough to show the difference. One of the nine goes
+# through the gate itself, so that its failure can be seen.
 
 # %%
 def keyed(S, alpha):
@@ -442,13 +495,17 @@ rejects(fixture["o"], {"values L2-normed": recurrent64(*tokens[:2], l2norm64(tok
 rejects(fixture["o_s0"], {"state read as [value, key]": recurrent64(*tokens, given.transpose(0, 2, 1))[0],
                           "state forgotten": recurrent64(*tokens, zero)[0]})
 
+# %% tags=["raises-exception"]
+check("o of a plain sum", recurrent64(*tokens, zero, WRONG_UPDATE["a plain sum, no error"])[0], fixture["o"])
+
 
 # %% [markdown]
-# ## 2.1.6 Make it fast: two passes over a state that fits the cache
+# ## 2.2.6 Make it fast: two passes over a state that fits the cache
 #
-# 69 layers × 96 heads × 64 KB of state must be read and written for every token. The state of one head fits in a core's
-# L2 cache. So pass 1 reads $S$ from memory and recalls with $\alpha_i k_i$, writing nothing. Pass 2 finds $S$ in the
-# cache; it fades, corrects, stores and reads out.
+# For every token the states of 69 layers must be read and written, 434 MB in each direction.<!--claim moved--> The
+# state of one head takes 64 KB,<!--claim a head--> which fits a core's L2 cache. So the kernel goes over a head's state
+# twice. Pass 1 reads $S$ from memory and recalls with $\alpha_i k_i$; it writes nothing. Pass 2 finds $S$ in the cache.
+# It fades, corrects, stores and reads out.
 #
 # Both passes take the key rows in order and treat all value channels alike. A compiler may take 4, 8 or 16 channels at
 # a time: each channel's sum keeps its order, so the bits stay the same.
@@ -518,12 +575,12 @@ def one_row_a_pass(heads, arrays, cursor):
 
 # %% [markdown]
 # The next version changes one thing. Above, the sums in `out` are loaded and stored once for each key row, as often as
-# the state itself. Here four rows nest four fused multiply-adds in the order of the keys: a quarter of that traffic,
-# the same bits. The last one to three rows of a head whose width is no multiple of four take the form above.
+# the state itself. Here four rows nest four fused multiply-adds in the order of the keys. That is a quarter of the
+# traffic for `out`, with the same bits. If the width of a head is no multiple of four, the last one to three rows take
+# the form above.
 #
-# A surprise: written as `for i in range(0, n, 4)` the second loop runs several times slower. The likely reason: a
-# negative `i + 1` would count from the end, as in Python, and the compiler cannot rule that out, so it uses no vectors.
-# With `while` it can.
+# Written as `for i in range(0, n, 4)`, the second loop runs several times slower. The likely reason: a negative `i + 1`
+# would count from the end, as in Python. The compiler cannot rule that out, so it uses no vectors. With `while` it can.
 
 # %% tags=["export"]
 @inner
@@ -640,9 +697,9 @@ for d in (128, 35):
     assert same
 
 # %% [markdown]
-# The time for one token's worth of state, 434 MB. Beside the versions run two loops that do nothing but move it: one
-# reads it, one reads and writes it. The kernels alternate layer by layer, each at a layer that the others have long
-# left, and the best of each layer counts.
+# The time for one token's worth of state. Beside the versions run two loops that compute nothing: one reads the state,
+# one reads and writes it. Each kernel takes a layer that the other kernels have not touched for a while, so that it
+# finds nothing in the cache. The best time of each layer counts.
 
 # %%
 from numba import njit, prange
@@ -708,17 +765,16 @@ del states
 
 
 # %% [markdown]
-# The last column of the four-row kernel says that memory does not set its pace: it takes clearly longer than the loop
-# that moves the same bytes and computes nothing. It reads each head twice, the second time from L2, and does three
-# multiply-adds and a product for each number. The states still cross the memory bus only once in each direction, and
-# all 69 layers together cost a few percent of a token.
+# The last column compares each kernel with the loop that only moves the same bytes. If the four-row kernel needs
+# clearly more than 1, then memory does not set its pace: the arithmetic does. It reads each head twice, the second time
+# from L2, and does three multiply-adds and a product for each number.
 
 # %% [markdown]
-# ## 2.1.7 What the state remembers
+# ## 2.2.7 What the state remembers
 #
-# One head of 16, written by hand. The key is spread over all channels, so row $i$ of $S$ is channel $i$'s copy of the
-# value. First a rising value, then a falling one under the same key, then twelve tokens of mere fading, faster for
-# higher channels.
+# One head of width 16, written by hand. The key has the same value in all channels, so each row of $S$ is a copy of the
+# value. First we write a rising value, then a falling one under the same key. Then twelve tokens pass that write
+# nothing, while higher channels fade faster.
 
 # %%
 def written(key, values, alpha):
@@ -751,8 +807,8 @@ print("key channel 0 kept, channel 15 down to", f"{faded[15, 0] / faded[0, 0]:.3
 assert np.allclose(second, .25 * rising[::-1], atol=1e-6) and np.isclose(faded[15, 0] / faded[0, 0], .7**12, rtol=1e-4)
 
 # %% [markdown]
-# The same as a reader sees it. Key $a$ is given value 1 at token 4 and value 2 at token 16; other keys and values come
-# in between. At every token we ask $a$ and measure how much of each value comes back.
+# Now a key among others. Key $a$ is given value 1 at token 4 and value 2 at token 16; other keys and values come in
+# between. After every token we ask for $a$ and measure how much of each value comes back.
 
 # %%
 T, d = 32, 64
@@ -789,14 +845,15 @@ assert np.allclose(answers["delta rule"][16, 0] * np.sqrt(d), v[16], atol=1e-5)
 
 
 # %% [markdown]
-# ## 2.1.8 The layer
+# ## 2.2.8 The layer
 #
-# What remains is the layer's output: RMSNorm over each head's 128 outputs (weights shared by all heads), *then* the
-# gate, *then* `o_proj`.
+# What remains is the output of the layer: RMSNorm over each head's 128 numbers, with weights that all heads share,
+# *then* the gate, *then* `o_proj`.
 #
-# $$y = W_o\,\big[\,\mathrm{RMSNorm}_{128}(o_h)\odot\sigma(W_g x)_h\,\big]_h$$
+# $$y = W_o\,\big[\,\mathrm{RMSNorm}(o)\odot\sigma(W_g x)\,\big]$$
 #
-# If the gate came first, the norm would cancel most of its effect.
+# The norm is needed because the length of $o$ depends on how much the state holds, which changes through a text. The
+# gate lets a token take less from a head, down to nothing. If the gate came first, the norm would undo most of it.
 
 # %% tags=["export"]
 @kernel
@@ -813,8 +870,8 @@ def sigmoid_in_place(x: np.ndarray) -> np.ndarray:
 
 
 # %% [markdown]
-# A layer function gets its sizes and constants as one tuple, and the state as another. The caller owns the state; the
-# layer updates it in place.
+# A layer function gets its sizes and constants as one tuple, and the state as another. The caller owns the state, and
+# the layer updates it in place.
 
 # %% tags=["export"]
 class KDAShape(NamedTuple):
@@ -841,9 +898,9 @@ def kda_state(shape: KDAShape) -> KDAState:
 
 
 # %% [markdown]
-# Weights come from a mapping `W` of short names. A matrix may be one that is read from disk while it is multiplied, and
-# each is read once for each forward pass. So a layer takes each weight once, in the order in which the equations use
-# it, and uses a matrix before it takes the next.
+# Weights come from a mapping `W` of short names. A matrix may be one that is read from disk while it is multiplied,
+# once for each forward pass. So a layer takes each weight once, in the order in which the equations use it, and uses a
+# matrix before it takes the next.
 
 # %% tags=["export"]
 class LayerWeights(Protocol):
@@ -873,11 +930,14 @@ def kda_layer(W: LayerWeights, x: np.ndarray, state: KDAState, shape: KDAShape, 
 
 
 # %% [markdown]
-# ## 2.1.9 Check against a model that ran elsewhere
+# ## 2.2.9 Check against a model that ran elsewhere
 #
-# `fixtures/oracle13` is a 13-layer checkpoint in K3's layout; mlx-lm ran it and kept the hidden state after layer 0,
-# whose attention is KDA. Between our output and that state lie one residual mix and one dense MLP. Chapters 3 and 4
-# derive them; here they are six lines of float64.
+# `fixtures/oracle13` is a 13-layer checkpoint in K3's layout. Another implementation, mlx-lm, ran it and kept the
+# hidden state after layer 0, whose attention is KDA. Between our output and that state lie one residual mix and one
+# dense MLP. Chapters [3.2] and [4.2] derive them; here they are six lines of float64.
+#
+# [3.2]: ../03_mla/02_residual.ipynb
+# [4.2]: ../04_moe_router/02_moe.ipynb
 
 # %%
 model = Checkpoint(ROOT / "fixtures/oracle13/model")
@@ -909,7 +969,7 @@ def after_layer0(y):
 
 
 # %% [markdown]
-# The layer in float64 has a name for each step, so that one step can be swapped for a wrong one.
+# The layer in float64. Each step has a name, so that one step can be replaced by a wrong one.
 
 # %%
 def norm_then_gate(o, gate, weight):
@@ -945,7 +1005,10 @@ check("hidden state after layer 0, kda_layer", after_layer0(y), oracle["hidden_a
 
 # %% [markdown]
 # Now each mistake alone, in a whole layer. The norms around it hide them: every one gives finite numbers of the usual
-# size. All fall far outside the gate of 1e-5.
+# size. All fall far outside the gate of 1e-5. The first of them goes through the gate as a reader would run it:
+
+# %% tags=["raises-exception"]
+check("A_log per channel", after_layer0(layer64(W64, x64, 4, decay=per_channel64)), oracle["hidden_after_layer"][0])
 
 # %%
 wrong_steps = {
@@ -964,10 +1027,11 @@ rejects(oracle["hidden_after_layer"][0],
 
 
 # %% [markdown]
-# ## 2.1.10 Any cut, the same bits
+# ## 2.2.10 Any cut, the same bits
 #
-# A prompt may come in one chunk, token by token, or anything between. Every output is a sum in an order fixed by its
-# own channel, so outputs and both parts of the state agree to the byte, also for prompts shorter than the convolution.
+# A prompt may come in one chunk, token by token, or in any other cut. Every output is a sum whose order does not depend
+# on the cut. So the outputs and both parts of the state agree to the byte, also for prompts that are shorter than the
+# convolution.
 
 # %%
 def run(cuts):
@@ -986,9 +1050,9 @@ for T in (1, 2, 3, 4, 5, 12):
     assert same
 
 # %% [markdown]
-# ## 2.1.11 What the memory costs
+# ## 2.2.11 What the memory costs
 #
-# Everything in float32, for the released shape: 69 KDA layers, 96 heads of 128, convolution kernel 4.
+# Everything in float32, for the released shape: 69 KDA layers, 96 heads of 128, four taps.
 
 # %%
 layers, heads, d, taps, H = 69, 96, 128, 4, 7168
@@ -996,17 +1060,20 @@ P = heads * d
 state_bytes = layers * heads * d * d * 4
 conv_bytes = layers * 3 * P * (taps - 1) * 4
 weight_bytes = layers * 2 * (5 * P * H + heads * H + d * H + P * d)
-print(f"state S            {state_bytes / 1e6:6.0f} MB, read once and written once a token")
-print(f"conv history       {conv_bytes / 1e6:6.0f} MB")
+print(f"state S            {state_bytes / 1e9:6.2f} GB, read once and written once a token")  # claim state
+print(f"    {state_bytes / 1e6:.0f} MB")  # claim moved
+print(f"    {d * d * 4 / 1024:.0f} KB a head and layer")  # claim a head
+print(f"conv history       {conv_bytes / 1e9:6.2f} GB")  # claim history
 print(f"weights, bf16      {weight_bytes / 1e9:6.1f} GB, read once a token: "
       f"{weight_bytes / (2 * state_bytes):.0f} times the state's traffic")
 assert (round(state_bytes / 1e6), round(conv_bytes / 1e6)) == (434, 31)
 
 
 # %% [markdown]
-# Had these 69 layers been softmax attention they would keep keys and values: 96 × 256 floats a position and layer, or
-# 576 in the latent form of chapter 3. The state costs as much as 64 positions of the one, 2,731 of the other, and then
-# stops.
+# If these 69 layers were softmax attention, they would keep keys and values: 96 × 256 numbers a token and layer, or 576
+# in the latent form of chapter [3.1]. The figure shows when these caches pass the state of KDA.
+#
+# [3.1]: ../03_mla/01_mla.ipynb
 
 # %%
 def growing(floats):
@@ -1024,27 +1091,33 @@ plt.ylabel("69 layers hold [GB]")
 plt.title("KDA holds 0.46 GB at any length; a cache passes it and goes on growing")
 plt.legend()
 plt.show()
+
+# %%
 for name, floats in (("keys and values", 96 * 256), ("latent", 576)):
-    print(f"{name}: as large as the state S after {state_bytes / (layers * floats * 4):,.0f} positions; "
-          f"at one million {layers * floats * 4e6 / 1e9:,.0f} GB")
+    print(f"{name}: as large as the state S after {state_bytes / (layers * floats * 4):,.0f} positions")
+    print(f"    at one million {layers * floats * 4e6 / 1e9:,.0f} GB")  # claim a million
+print(f"    7 GB/s read the keys and values of a million in {layers * 96 * 256 * 4e6 / 7e9:,.0f} s")  # claim seconds
 
 # %% [markdown]
 # ## Summary
 #
 # - Fade by key channel, recall, write the *error*: a new value replaces the old one under its key, and the memory stays
 #   64 KB a head.
-# - One `A_log` a head; a *sum* in the L2 norm; newest input on the last tap; `v` as it is; norm before gate.
+# - One `A_log` a head; a *sum* in the norm of keys; the newest input meets the last tap; values are not scaled; the
+#   norm comes before the gate.
 # - Sums run key after key in every value channel, so neither the cut of the tokens nor the width of a vector changes a
 #   bit.
 #
 # ## Exercises
 #
-# 1. With $\alpha = 1$ and $\beta = 1$, show that asking for the key just written returns its value exactly. Which
-#    $\beta > 1$ would still converge, writing the same pair again and again? Check with `kda_recurrent`.
-# 2. $S_{new}^\top q = (\alpha \odot q)^\top S + (k^\top q)\,\delta$ moves the read-out into pass 1. Write that kernel,
-#    pass the fixture, and say why its bits differ from `_kda_recurrent`.
-# 3. Store $S$ as bf16 between tokens. Traffic halves; after how many tokens of `fixtures/ops/kda_recurrent` does the
-#    output leave the gate?
+# Answers: [exercises of part 2](../answers/02_kda.ipynb).
 #
-# Next, the other 24 layers: [3.1 Gated MLA](../03_mla/01_mla.ipynb), which forgets nothing and pays for it by the
-# position.
+# 1. With $\alpha = 1$ and $\beta = 1$, show that asking for the key just written returns its value exactly. Check with
+#    `kda_recurrent`.
+# 2. $S_{\text{new}}^\top q = S^\top(\alpha \odot q) + (k^\top q)\,\delta$ moves the read-out into pass 1. Write that
+#    kernel, pass the fixture, and say why its bits differ from those of `kda_recurrent`.
+# 3. Store $S$ as bf16 between tokens. The traffic halves. After how many tokens of `fixtures/ops/kda_recurrent` does
+#    the output leave the gate?
+#
+# Next, the other 24 layers: [3.1 Gated MLA](../03_mla/01_mla.ipynb), which forgets nothing and keeps 576 numbers for
+# every token.
