@@ -1099,7 +1099,7 @@ for name, floats in (("keys and values", 96 * 256), ("latent", 576)):
 print(f"    7 GB/s read the keys and values of a million in {layers * 96 * 256 * 4e6 / 7e9:,.0f} s")  # claim seconds
 
 # %% [markdown]
-# ## 2.1.12 What a trained state remembers
+# ## 2.2.12 What a trained state remembers
 #
 # `fixtures/stories` is a K3 of nine layers that was trained to read very short stories and to answer questions about
 # them. Six of its layers are KDA, with four heads of 32 channels each. How fast does each channel forget? Its
