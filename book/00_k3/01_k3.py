@@ -295,9 +295,10 @@ assert ids[len(prompt):] == answer
 schematics.where_bytes_lie(k3)
 
 # %% [markdown]
-# Most of the bytes are experts, and a token needs few of them. It needs all of the trunk. The trunk is used again for
-# the next token, but the memory of a small machine cannot hold it until then. Without weights kept in memory, every
-# token reads all these bytes from the disk. The time for this depends on the disk.
+# Most of the bytes are experts, and a token needs few of them. It needs all of the trunk, that is, all other weights of
+# the layers. The trunk is used again for the next token, but the memory of a small machine cannot hold it until then.
+# Without weights kept in memory, every token reads all these bytes from the disk. The time for this depends on the
+# disk.
 
 # %%
 token = sum(schematics.token_bytes(k3).values())

@@ -201,8 +201,7 @@ assert abs(errors(plain_sum, 129).mean() - 1) < .1
 #
 # In words: ask the memory what it holds under $k$, and write only the difference from $v$. Linear attention is a step,
 # too, on the loss $-v^\top S^\top k$. That loss has no minimum, so $S$ can grow for ever.
-#
-# First the gradient, checked by moving each entry of a small $S$ a little.
+# The first cell checks the gradient: it moves each entry of a small $S$ a little and looks at the loss.
 
 # %%
 def delta_rule(S, k, v, beta=1.0):
@@ -253,10 +252,11 @@ print("plain sum recalls", recall(total, hand_k).round(3).tolist())
 assert np.allclose(recall(S, hand_k), [3, 0]) and np.allclose(recall(total, hand_k), [4, 2])
 
 # %% [markdown]
-# Now the experiment of [2.1.3] with both rules. The newest pair is exact under the delta rule. Older pairs are
-# disturbed by later writes here, too, but less. And the disturbance has a limit. A write removes the part of $S$ along
-# $k$, which for a random direction is $1/d$ of $\lVert S \rVert^2$ on average, and adds $\lVert v \rVert^2 = 1$. So
-# $\lVert S \rVert^2$ comes to rest near $d$, where both are equal. Under the plain sum it grows by 1 with every write.
+# The next figure repeats the experiment of [2.1.3] with both rules. The newest pair is exact under the delta rule.
+# Older pairs are disturbed by later writes here, too, but less. And the disturbance has a limit. A write removes the
+# part of $S$ along $k$, which for a random direction is $1/d$ of $\lVert S \rVert^2$ on average, and adds $\lVert v
+# \rVert^2 = 1$. So $\lVert S \rVert^2$ comes to rest near $d$, where both are equal. Under the plain sum it grows by 1
+# with every write.
 #
 # [2.1.3]: #2.1.3-Its-fault:-pairs-disturb-each-other
 
@@ -362,9 +362,9 @@ print(f"the same pair 100 times: length of S {np.linalg.norm(S):.2f}, of a plain
 # | one $\alpha$ for the whole state | RetNet (fixed), Mamba-2 | Gated DeltaNet |
 # | one $\alpha$ for each key channel | gated linear attention | **KDA** (Kimi Linear report) |
 #
-# What decay is for, in an experiment. A head is told 16 facts, whose keys use the first half of the channels. Then 600
-# pairs of passing interest come, whose keys use the second half. At the end we ask for the facts and for the last 16
-# pairs: without decay, with the same decay in all channels, and with decay in the second half alone.
+# An experiment shows what decay is for. A head is told 16 facts, whose keys use the first half of the channels. Then
+# 600 pairs of passing interest come, whose keys use the second half. At the end we ask for the facts and for the last
+# 16 pairs: without decay, with the same decay in all channels, and with decay in the second half alone.
 
 # %%
 facts = np.eye(d)[:16]
@@ -454,8 +454,8 @@ def chunk(q, k, v, alpha, beta, S):
 
 
 # %% [markdown]
-# The gate: outputs and state of both forms, from a random state, for one chunk and for three in a row. Then the values
-# that another library computed for the recurrence.
+# The first cell compares outputs and state of both forms, from a random state, for one chunk and for three in a row.
+# The second compares the chunkwise form with values that another library computed by the recurrence.
 
 # %%
 def check(name, found, expected, tolerance=1e-10):
