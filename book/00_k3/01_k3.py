@@ -69,17 +69,17 @@ schematics.architecture(k3)
 # speed; the matrix is asked what it holds under the new key; only the difference from the new value is added. A query
 # is answered by one product with the matrix.
 #
-# **Why both kinds.** A matrix of fixed size cannot hold every token of a long text: it keeps what was written last or
-# fades slowly, and the rest blurs. MLA can return any single token, but its memory and its work grow with every token.
-# So K3 alternates: three layers of KDA, then one of MLA, and one more MLA layer at the very end. Any four layers in a
-# row have one that can look up exactly, and about three quarters of the layers have a memory that never grows.
+# **Why both kinds.** A matrix of fixed size cannot hold every token of a long text. What was written last or fades
+# slowly is kept well, and all else blurs. MLA can return any single token, but its memory and its work grow with every
+# token. So K3 alternates: three layers of KDA, then one of MLA, and one more MLA layer at the very end. Any four layers
+# in a row have one that can look up exactly, and about three quarters of the layers have a memory that never grows.
 #
 # **Where the order of the tokens comes from.** Most models rotate queries and keys by an angle that depends on the
 # position (RoPE). K3 does not. An MLA layer of K3 compares vectors that carry no position of their own, so it alone
 # could not tell an order of the earlier tokens from another. KDA can: it reads the tokens one after another, what it
-# has written fades, and a short convolution sees the last three tokens. What reaches MLA has passed KDA layers before,
-# and carries the order in its numbers. The Kimi Linear report gives this as the design. [3.1.2] shows the two halves
-# of the argument in numbers.
+# has written fades, and a short convolution sees the three tokens before. What reaches MLA has passed KDA layers
+# before, and carries the order in its numbers. The Kimi Linear report gives this as the design. [3.1.2] shows the two
+# halves of the argument in numbers.
 #
 # **Feed-forward: experts** (chapters [4.1](../04_moe_router/01_router.ipynb) and
 # [4.2](../04_moe_router/02_moe.ipynb)). What attention has collected is now worked on, for each token by itself. A
