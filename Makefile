@@ -1,6 +1,6 @@
 # On a bare machine with Python >= 3.11 and make:
 #   make lab       set up, then open the book's first page in JupyterLab
-#   make decode    set up, then run the last notebook on the embedded model
+#   make decode    set up, then run the last notebook on the small trained model: prompt, answer, cost
 #   make test      the check, pytest over tests/, nbval over every notebook; `make test-all`: every case of large grids
 #   make site      the book as static pages in out/site; `make site-test` tries them in headless Chromium
 # After editing:

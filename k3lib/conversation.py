@@ -217,12 +217,19 @@ class Conversation:
             "settings": self.settings._asdict(), "messages": self.messages, "ids": iter(self.ids),
             "turns": [turn._asdict() for turn in self.turns]})
         named = {turn.state for turn in self.turns}
-        for path in self._states():
+        for path in (*self._states(), *self._parts()):
             if path.name not in named:
                 path.unlink(missing_ok=True)
 
     def _states(self):
         return [path for path in self.file.parent.iterdir() if self._names(path.name)]
+
+    def _parts(self):
+        "Files that a killed process has left half-written (5.2.5)."
+        for path in self.file.parent.iterdir():
+            part = re.fullmatch(r"\.(.+)\.[0-9a-f]{32}\.part", path.name)
+            if part and (part[1] == self.file.name or self._names(part[1])):
+                yield path
 
     def _names(self, name):
         "Is this the name of a snapshot of this conversation?"

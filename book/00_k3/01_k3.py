@@ -109,10 +109,10 @@ assert sorted(k3.mla_layers) == [*range(3, 93, 4), 92]  # every fourth layer fro
 # The complete model follows, in float64 and without any care for speed. It takes two cells, which follow the equations
 # of the chapters. `x` has one row for each token, `T` is the number of tokens, and `H` is the width of the stream. `W`
 # holds the weights of one layer. The comments give shapes. The numbers come from the config of a small model that has
-# every part of K3.
+# every part of K3. It was trained to read very short stories and to answer questions about them (`fixtures/stories`).
 
 # %% tags=["parameters"]
-model = "oracle13"  # the small model to run: a folder of fixtures/
+model = "stories"  # the small model to run: a folder of fixtures/
 
 # %%
 import numpy as np
@@ -257,8 +257,9 @@ embedding, head = weights(EMBED), weights(HEAD)
 layers = [layer_weights(L) for L in range(config.num_hidden_layers)]
 
 # %% [markdown]
-# The fixture holds the logits that another implementation of the model, mlx-lm, computed for a prompt and for the
-# tokens after it. Ours must agree within the tolerance that the fixture's README gives for float64.
+# The fixture holds the logits that another implementation computed for a prompt and for the tokens after it: the JAX
+# code that trained this model. Ours must agree within the tolerance that the fixture's README gives. (`oracle13`, the
+# other small model, has random weights; its logits are mlx-lm's.)
 
 # %%
 expected = load_file(folder.parent / "expected.safetensors")
@@ -267,12 +268,12 @@ logits = forward(prompt + answer)
 difference = np.abs(logits - expected["logits_full"]).max()
 print(f"{logits.shape[0]} positions, {logits.shape[1]} logits each")
 print(f"largest difference from the fixture: {difference:.1e}")
-assert difference < 4e-3
+assert difference < {"stories": 3e-4, "oracle13": 4e-3}[model]
 
 # %% [markdown]
 # Now the model writes. It gets the prompt, and every new id is the one with the largest logit. The tokens become text
-# again through the model's vocabulary. In `oracle13` the weights are random numbers, so its text means nothing: the
-# ids are right if they are those of the fixture.
+# again through the model's vocabulary; `[EOS]` ends an answer. No story of its training had Tom with a cup, Tom in the
+# hall, or a white cup. So the answer comes from the story, not from memory.
 
 # %%
 ids = list(prompt)
