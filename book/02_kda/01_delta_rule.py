@@ -308,9 +308,9 @@ for name, rule in rules.items():
 # **How large can the state become?** After a write the state returns under $k$ the average $(1-\beta)\,\hat v + \beta
 # v$, which is no longer than the longer of $\hat v$ and $v$. Orthogonal to $k$ nothing is added. So a token raises the
 # squared length $\lVert S \rVert^2$ by $\beta \lVert v \rVert^2$ at most. A plain sum has no such bound: written $n$
-# times, the same pair of length 1 gives a state of length $n$. And with decay there is a limit. If every channel keeps
-# at most $\alpha_{\max} < 1$ and no value is longer than 1, then $\lVert S \rVert^2$ never exceeds $1 / (1 -
-# \alpha_{\max}^2)$: there one fading takes away what one write can add.
+# times, the same pair of length 1 gives a state of length $n$. With decay there is a limit, too. Begin with an empty
+# state. If every channel keeps at most $\alpha_{\max} < 1$ and no value is longer than 1, then $\lVert S \rVert^2$
+# never exceeds $1 / (1 - \alpha_{\max}^2)$: there one fading takes away what one write can add.
 #
 # [2.2.4]: 02_kda.ipynb#2.2.4-How-fast-a-channel-forgets
 
