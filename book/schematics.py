@@ -34,6 +34,7 @@ from k3lib.disk import PAGE, READ_UNIT
 from k3lib.header import ITEMSIZE
 from k3lib.layout import READ_AHEAD
 from k3lib.memory import shown_size
+from k3lib.mla import CACHE_TILE, TOKENS_AT_ONCE
 from k3lib.mxfp4 import E2M1, GROUP, SCALE
 from k3lib.plan import Plan
 from k3lib.tensors import TABLE, Tensor, global_tensors, layer_parts, layer_tensors, sizes
@@ -561,6 +562,46 @@ def mla(config: Config) -> Schematic:
         f"kept, {count(after)} numbers. The transposed W_uk brings the query from {nope} to {rank} numbers, scores are "
         f"products with rows of {rank + extra}, c itself is summed, and W_uv brings the sum from {rank} to {value}. "
         f"Both give the same output of {heads} times {value} numbers.",
+    )
+
+
+def item(config: Config) -> Schematic:
+    "One item of MLA's kernel: a scratch row for each of its queries, and the three steps that fill and read a row."
+    c = config
+    nope, extra, rank, value = c.qk_nope_head_dim, c.qk_rope_head_dim, c.kv_lora_rank, c.v_head_dim
+    heads = min(16, c.num_attention_heads)
+    d = Canvas(53)
+    columns = ((1, 19), (20.4, 16.6), (37.4, 9.6))
+    query = d.box(1, 0.5, 19, 4.8, f"a query of one head\n{nope} + {extra} numbers")
+    out = d.box(20.4, 0.5, 26.6, 4.8, f"output for that query\n{value} numbers")
+    texts = (f"its scratch row: query\n{rank} absorbed, {extra} extra", f"context\n{rank}", "$\\mu$, $Z$\n2")
+    row = [d.box(x, 12, w, 4.8, text, "lit") for (x, w), text in zip(columns, texts)]
+    for y, name in ((18.2, "row of head 1, token 0"), (21.8, f"row of head {heads - 1}, token {TOKENS_AT_ONCE - 1}")):
+        last = [d.box(x, y, w, 3, name if x == 1 else "", "memory", bold=False) for x, w in columns]
+    d.down(query, row[0])
+    d.tag(10.5, 8.6, "1. start: transposed $W_{uk}$")
+    d.arrow((28.7, row[1].y), (28.7, out.y + out.h))
+    d.tag(32, 8.6, "3. value: $W_{uv}$, then divide by $Z$")
+    scores = d.box(1, 29.6, 19, 6.6, f"2. visit a tile\nscores of 4 rows\nagainst {CACHE_TILE} positions")
+    weights = d.box(22, 29.6, 25, 6.6, "weights\n$\\mu$ and $Z$ change; the context\nshrinks and gains weight × c")
+    d.down(last[0], scores)
+    d.arrow(scores.at("right"), weights.at("left"))
+    for part, x in zip(last[1:], (28.7, 42.2)):
+        d.arrow((x, weights.y), (x, part.y + part.h))
+    rows = f"{CACHE_TILE} rows"
+    names = (f"tile 0\n{rows}", f"this tile\n{rows}", f"next tile\n{rows}", f"last tile\nup to {rows}")
+    tiles = [d.box(1 + 11.7 * i, 42, 10.9, 4.8, name, "lit" if i == 1 else "memory") for i, name in enumerate(names)]
+    for x, box in ((16, scores), (22.8, weights)):
+        d.arrow((x, tiles[1].y), (x, box.y + box.h))
+    d.tag(24, 50, f"the cache: c and r of each position, {rank + extra} numbers a row")
+    return Schematic(
+        d,
+        f"One item of the kernel: {heads} heads and up to {TOKENS_AT_ONCE} tokens. Each token and head has a scratch "
+        f"row of three parts: the query, {rank} absorbed and {extra} extra numbers; the context, {rank} numbers; and "
+        f"the maximum mu and the sum Z. Step 1, start: the query of {nope} plus {extra} numbers fills the first part "
+        f"through the transposed W_uk. Step 2, visit, once for each tile of {CACHE_TILE} cache rows: four scratch rows "
+        "at a time get scores; these become weights, mu and Z change, and the context shrinks and gains weight times "
+        f"c. Step 3, value: W_uv makes the output of {value} numbers from the context, which is divided by Z.",
     )
 
 

@@ -32,6 +32,7 @@ PICTURES = {
     "where_every_box": lambda config: schematics.where(config, *schematics.MODEL),
     "kda": schematics.kda,
     "mla": schematics.mla,
+    "item": schematics.item,
     "residual": schematics.residual,
     "mxfp4": lambda config: schematics.mxfp4(),
     "moe": schematics.moe,

@@ -61,13 +61,25 @@ schematics.architecture(k3)
 # matches the key. K3 has two kinds of attention, and each layer has one of them.
 #
 # **MLA** ([chapter 3.1](../03_mla/01_mla.ipynb)). The exact kind: every query is compared with the keys of all earlier
-# tokens. Therefore something must be kept of each token. Instead of the keys and values of 96 heads, MLA keeps 576
-# numbers, from which all these keys and values can be computed.
+# tokens. A later query may ask for any token, so MLA must keep something of every one. It keeps 576 numbers, from which
+# the keys and values of all 96 heads can be computed.
 #
 # **KDA** ([chapter 2.2](../02_kda/02_kda.ipynb)). The kind that needs constant memory. Each head keeps one 128 × 128
 # matrix, which maps keys to values. A new pair is written in three steps: the rows of the matrix fade, each at its own
 # speed; the matrix is asked what it holds under the new key; only the difference from the new value is added. A query
 # is answered by one product with the matrix.
+#
+# **Why both kinds.** A matrix of fixed size cannot hold every token of a long text. What was written last or fades
+# slowly is kept well, and all else blurs. MLA can return any single token, but its memory and its work grow with every
+# token. So K3 alternates: three layers of KDA, then one of MLA, and one more MLA layer at the very end. Any four layers
+# in a row have one that can look up exactly, and about three quarters of the layers have a memory that never grows.
+#
+# **Where the order of the tokens comes from.** Most models rotate queries and keys by an angle that depends on the
+# position (RoPE). K3 does not. An MLA layer of K3 compares vectors that carry no position of their own, so it alone
+# could not tell an order of the earlier tokens from another. KDA can: it reads the tokens one after another, what it
+# has written fades, and a short convolution sees the three tokens before. What reaches MLA has passed KDA layers
+# before, and carries the order in its numbers. The Kimi Linear report gives this as the design. [3.1.2] shows the two
+# halves of the argument in numbers.
 #
 # **Feed-forward: experts** (chapters [4.1](../04_moe_router/01_router.ipynb) and
 # [4.2](../04_moe_router/02_moe.ipynb)). What attention has collected is now worked on, for each token by itself. A
@@ -81,21 +93,23 @@ schematics.architecture(k3)
 # **Head.** A matrix that turns the last vector into one logit for each id.
 #
 # The numbers in these paragraphs are those of the released config:
+#
+# [3.1.2]: ../03_mla/01_mla.ipynb#3.1.2-The-layer-as-published,-in-float64
 
 # %%
 assert (k3.num_experts, k3.num_experts_per_token, k3.num_shared_experts) == (896, 16, 2)
 assert (k3.num_attention_heads, k3.kda_num_heads, k3.kda_head_dim) == (96, 96, 128)
 assert (k3.kv_lora_rank + k3.qk_rope_head_dim, k3.first_k_dense_replace) == (576, 1)
 assert (k3.attn_res_block_size, schematics.sources_of(k3)) == (12, 9)
+assert sorted(k3.mla_layers) == [*range(3, 93, 4), 92]  # every fourth layer from 0 on, and the last
 
 # %% [markdown]
 # ## 0.1.3 The whole forward pass
 #
-# The two cells after the next two are the complete model, in float64 and without any care for speed. They follow the
-# equations of the chapters. `x` has one row for each token, `T` is the number of tokens, and `H` is the width of the
-# stream. `W` holds the weights of one layer. The comments give shapes. The numbers come from the config of a small
-# model that has every part of K3. It was trained to read very short stories and to answer questions about them
-# (`fixtures/stories`).
+# The complete model follows, in float64 and without any care for speed. It takes two cells, which follow the equations
+# of the chapters. `x` has one row for each token, `T` is the number of tokens, and `H` is the width of the stream. `W`
+# holds the weights of one layer. The comments give shapes. The numbers come from the config of a small model that has
+# every part of K3. It was trained to read very short stories and to answer questions about them (`fixtures/stories`).
 
 # %% tags=["parameters"]
 model = "stories"  # the small model to run: a folder of fixtures/
@@ -106,7 +120,7 @@ from safetensors.numpy import load_file
 
 from k3lib.checkpoint import Checkpoint
 from k3lib.mxfp4 import decode
-from k3lib.tensors import EMBED, FINAL, HEAD, TABLE, expert_name, layer_parts, tensor_name
+from k3lib.tensors import EMBED, FINAL, HEAD, TABLE, expert_name, layer_parts, layer_tensors, tensor_name
 from k3lib.tokenizer import Tokenizer
 
 folder = ROOT / "fixtures" / model / "model"
@@ -114,6 +128,29 @@ config, checkpoint = read_config(folder), Checkpoint(folder)
 c, heads, d = config, config.kda_num_heads, config.kda_head_dim
 print(f"{model}: {c.num_hidden_layers} layers of width {c.hidden_size}, {heads} KDA heads of {d}, "
       f"{c.num_experts_per_token} of {c.num_experts} experts")
+
+# %% [markdown]
+# First the shapes. Here three tokens pass through the model, from their ids to their logits. The left column has the
+# shapes of the small model, the right one those of K3. A name at the left is the variable in the code below.
+
+# %%
+T, columns = 3, []
+for m in (config, k3):
+    H, n, key = m.hidden_size, m.num_attention_heads, m.qk_nope_head_dim + m.qk_rope_head_dim
+    inner, latent = (T, m.kda_num_heads, m.kda_head_dim), m.routed_expert_hidden_size
+    columns.append([
+        ("embedding[ids], where p begins", (T, H)), ("mix of 2 sources: s", (2, T, H)), ("    a", (2, T)),
+        ("    result", (T, H)), ("kda: q, k, v, alpha", inner), ("    beta", inner[:2]),
+        ("    S, after each token", inner[1:] + inner[2:]), ("    o", inner), ("    result, added to p", (T, H)),
+        ("mla: q, k", (T, n, key)), ("    kept", (T, m.kv_lora_rank + m.qk_rope_head_dim)),
+        ("    v", (T, n, m.v_head_dim)), ("    score", (n, T, T)), ("    o", (T, n * m.v_head_dim)),
+        ("    result, added to p", (T, H)), ("experts: score", (T, m.num_experts)),
+        ("    chosen, of one token", (m.num_experts_per_token,)), ("    z, u", (T, latent)),
+        ("    g, of one token and expert", (m.moe_intermediate_size,)), ("    result, added to p", (T, H)),
+        ("logits", (T, m.vocab_size)),
+    ])
+for (what, small), (_, large) in zip(*columns):
+    print(f"{what:32}", *(f"{' × '.join(map(str, shape)):16}" for shape in (small, large)))
 
 
 # %%
@@ -259,9 +296,10 @@ assert ids[len(prompt):] == answer
 schematics.where_bytes_lie(k3)
 
 # %% [markdown]
-# Most of the bytes are experts, and a token needs few of them. It needs all of the trunk. The trunk is used again for
-# the next token, but the memory of a small machine cannot hold it until then. Without weights kept in memory, every
-# token reads all these bytes from the disk. The time for this depends on the disk.
+# Most of the bytes are experts, and a token needs few of them. It needs all of the trunk, that is, all other weights of
+# the layers. The trunk is used again for the next token, but the memory of a small machine cannot hold it until then.
+# Without weights kept in memory, every token reads all these bytes from the disk. The time for this depends on the
+# disk.
 
 # %%
 token = sum(schematics.token_bytes(k3).values())
@@ -269,11 +307,48 @@ print(f"without weights in memory a token reads {token / 1e9:.0f} GB")  # claim 
 for rate in (1, 3, 7, 14):
     print(f"a disk of {rate:2} GB/s: {token / (rate * 1e9):5.1f} s")  # claim seconds
 
+
 # %% [markdown]
 # This is the reason for the engine's design. Memory that is not needed for anything else keeps weights of the trunk,
 # because each byte kept there saves a byte of reading for every token.
 #
-# Between two tokens the model must remember what it has read. KDA and MLA keep different amounts:
+# These are times of a disk. The README measures shorter ones, because its files are synthetic and consist mostly of
+# *holes*: parts of a file that were never written. The system fills them with zeros at the speed of memory and reads no
+# disk for them.
+#
+# What is the trunk made of? Its bytes, by the part of a layer that reads them:
+
+# %%
+def trunk_part(name):
+    "The part of a layer to which a tensor of the trunk belongs."
+    L, short = int(name.split(".layers.")[1].split(".")[0]), name.split(".layers.")[1].split(".", 1)[1]
+    if short.startswith("self_attn."):
+        return "KDA" if L in k3.kda_layers else "MLA"
+    marks = {"shared_experts": "shared experts", "routed_expert_": "into the experts' latent and back",
+             "block_sparse_moe.gate": "routers", "mlp.": "dense network of layer 0"}
+    return next((part for mark, part in marks.items() if mark in short), "mixes and norms")
+
+
+split = {}
+for L in range(k3.num_hidden_layers):
+    for tensor in layer_tensors(k3, L, experts=()):
+        part = trunk_part(tensor.name)
+        split[part] = split.get(part, 0) + schematics.tensor_bytes(tensor)
+for part, nbytes in sorted(split.items(), key=lambda row: -row[1]):
+    print(f"{part:36} {nbytes / 1e9:6.2f} GB, {nbytes / sum(split.values()):6.1%}")
+print(f"{'trunk':36} {sum(split.values()) / 1e9:6.2f} GB")
+assert sum(split.values()) == schematics.token_bytes(k3)["trunk"]
+
+# %% [markdown]
+# A token that needs no logits, as most tokens of a prompt, skips the head. So later chapters also count 134.6
+# GB<!--claim no head--> for a token: trunk and experts.
+
+# %%
+print(f"{(token - schematics.token_bytes(k3)['head']) / 1e9:.1f} GB without the head")  # claim no head
+
+# %% [markdown]
+# Between two tokens the model must remember what it has read. MLA keeps its 576 numbers of each token. KDA keeps the
+# matrices of its heads, and the last three inputs of its short convolution:
 
 # %%
 from k3lib.plan import position_bytes, state_bytes

@@ -190,7 +190,8 @@ print(f"{packed.shape[0]} rows of {x.size} weights: {packed.nbytes + scale.nbyte
 # %% [markdown]
 # ## 1.1.4 Four ways to read the same bytes wrongly
 #
-# Each of these runs without an error and gives numbers of the right size. Each must fail the gate, which compares a
+# Each of these runs without an error and gives numbers of the right size. The second takes all low nibbles of a block
+# as its weights 0 to 15 and all high nibbles as its weights 16 to 31. Each must fail the gate, which compares a
 # product.
 
 # %%
@@ -208,27 +209,30 @@ low, high = packed & 15, packed >> 4
 groups = [half.reshape(*scale.shape, 16) for half in (low, high)]
 traps = {
     "nibbles swapped": from_codes(np.stack([high, low], -1).reshape(len(low), -1)),
-    "low nibbles first, then high": from_codes(np.concatenate(groups, -1).reshape(len(low), -1)),
+    "low nibbles fill the first half": from_codes(np.concatenate(groups, -1).reshape(len(low), -1)),
     "scale bias 128": from_codes(np.stack([low, high], -1).reshape(len(low), -1), bias=128),
     "codes read as int4 - 8": from_codes(np.stack([low, high], -1).reshape(len(low), -1), values=np.arange(16.0) - 8),
 }
 gate("right", from_codes(np.stack([low, high], -1).reshape(len(low), -1)))
 for name, weight in traps.items():
     assert distance(weight @ x.astype(float), y) > 1000 * TOLERANCE, name
-    print(f"{name:30} off by {distance(weight @ x.astype(float), y):.2g} of the largest output")
+    print(f"{name:31} off by {distance(weight @ x.astype(float), y):.2g} of the largest output")
 
 # %% tags=["raises-exception"]
 gate("nibbles swapped", traps["nibbles swapped"])
 
 # %% [markdown]
-# The first one is the hardest to notice. Two weights of one byte change places, and they share a scale. So minimum,
-# maximum, mean, deviation, histogram and the norm of every row stay what they were. Only a product shows the mistake.
+# The first two are the hardest to notice. In both, weights only change places within a block, and a block shares one
+# scale. So minimum, maximum, mean, deviation, histogram and the norm of every row stay what they were. No statistic of
+# the weights shows the mistake. A comparison with known weights or with a known product does.
 
 # %%
 right, swapped = decode(packed, scale), traps["nibbles swapped"]
-assert np.array_equal(np.sort(right, 1), np.sort(swapped, 1))
-print("every row holds the same numbers:", np.array_equal(np.sort(right, 1), np.sort(swapped, 1)),
-      f"  correlation of the outputs: {np.corrcoef(y, swapped @ x)[0, 1]:.2f}")
+for name, weight in traps.items():
+    same = np.array_equal(np.sort(right, 1), np.sort(weight, 1))
+    print(f"{name:31} every row holds the same numbers: {same!s:5}   "
+          f"correlation of the outputs: {np.corrcoef(y, weight @ x)[0, 1]:5.2f}")
+    assert same == (name in ("nibbles swapped", "low nibbles fill the first half"))
 fig, (ax, ay) = plt.subplots(1, 2)
 bins = np.linspace(-0.1, 0.1, 60)
 ax.hist(right.ravel(), bins, label="right")
@@ -248,7 +252,7 @@ plt.show()
 #
 # What does the format cost? To see it, go the other way and store weights in it. The standard's recipe takes the
 # block's largest magnitude and chooses $2^{E-127}$ so that this magnitude falls between 4 and 8. Then it rounds each
-# weight to the nearest value. A magnitude above 6 becomes 6.
+# weight to the nearest value. A magnitude above 6 becomes 6. One below ¼ of the scale becomes 0, an error of 100%.
 
 # %%
 def quantise(w):
@@ -274,8 +278,8 @@ ax.plot(v, q)
 ax.plot(E2M1[:8], E2M1[:8], "o", ms=4)
 ax.set(xlabel="weight / scale", ylabel="nearest value", title="Eight magnitudes: steps of ½, 1, 2")
 ay.plot(v, 100 * np.abs(q - v) / v)
-ay.set(xlabel="weight / scale", ylabel="relative error (%)", ylim=(0, 60))
-ay.set_title("Worst below ½; above 6 it is clipped")
+ay.set(xlabel="weight / scale", ylabel="relative error (%)", ylim=(0, 105))
+ay.set_title("Below ½ up to 100%; above 6 it is clipped")
 plt.show()
 
 # %% [markdown]
@@ -373,8 +377,8 @@ plt.show()
 # %% [markdown]
 # ## Summary
 #
-# - A weight is $2^{E-127}$ times one of sixteen values; low nibble first; 4.25 bits. Swapped nibbles pass every check
-#   but a product.
+# - A weight is $2^{E-127}$ times one of sixteen values; low nibble first; 4.25 bits. Swapped nibbles keep every
+#   statistic of the weights and change every product.
 # - Both ends of the scale need care: byte 0 is subnormal, byte 255 is NaN.
 # - Every weight of a token's experts is read once, so the product takes the weights packed.
 #

@@ -9,7 +9,8 @@
 # > **Without it:** keys and values for 69 layers take 6,783 GB after a million tokens,<!--claim grows--> and every new
 # > token reads them all.
 # >
-# > **With it:** the same layers keep 0.43 GB,<!--claim constant--> after any number of tokens.
+# > **With it:** the matrices of these layers take 0.43 GB,<!--claim constant--> after any number of tokens. (The
+# > whole layers keep 0.46 GB:<!--claim history--> chapter [2.2] adds a short convolution and its last inputs.)
 #
 # Needs vectors, matrices, a gradient. Runs in ten seconds. Exports nothing: chapter [2.2] builds the layer.
 #
@@ -51,10 +52,17 @@ schematics.where(K3, "kda")
 # | $\alpha$ | what each key channel keeps from one token to the next, 0 to 1 | 128 | `alpha` |
 # | $\delta = \beta\,(v - \hat v)$ | the correction that is written | 128 | `delta` |
 # | $\Gamma_t$ | product of $\alpha_1 \dots \alpha_t$, channel by channel | 128 | `kept` |
+# | $T$ | tokens of a chunk | | `len(q)` |
+# | $S_0$ | state before the chunk | 128 × 128 | `S` |
+# | $V$, $\tilde K$, $\Delta$ | with the rows $v_t$, $\Gamma_t \odot k_t$ and $\delta_t$ | tokens × 128 | `v`, `kept * k`, `delta` |
 # | $G$ | how the tokens of a chunk disturb each other, strictly lower triangular | tokens × tokens | `G` |
 #
-# All vectors are columns. $k v^\top$ is the matrix whose entry $(i, j)$ is $k_i v_j$; $k^\top q = k \cdot q$ is a
-# number.
+# All vectors are columns. An index of a vector names a token: $k_i$ is the key of token $i$. Only [2.1.4], which is
+# about one token, needs the channels of a key and of a value; there the indices $i$, $j$ and $l$ count channels. $k
+# v^\top$ is a matrix: its row $i$ and column $j$ hold the product of channel $i$ of $k$ and channel $j$ of $v$. $k^\top
+# q = k \cdot q$ is a number.
+#
+# [2.1.4]: #2.1.4-The-repair:-one-step-of-gradient-descent
 
 # %% tags=["parameters"]
 seed = 1
@@ -93,6 +101,8 @@ a_token = layers * heads * 2 * width * 4  # keys and values, float32
 print(f"keys and values: {a_token / 1e6:.2f} MB for each token")
 print(f"after a million tokens: {a_token * 1e6 / 1e9:,.0f} GB")  # claim grows
 print(f"one matrix a head: {layers * heads * width * width * 4 / 1e9:.2f} GB, always")  # claim constant
+history = layers * 3 * heads * width * (K3.kda_conv_kernel - 1) * 4  # the last inputs of q, k and v, of chapter 2.2
+print(f"    with the convolutions {(layers * heads * width * width * 4 + history) / 1e9:.2f} GB")  # claim history
 
 
 # %% [markdown]
@@ -191,8 +201,7 @@ assert abs(errors(plain_sum, 129).mean() - 1) < .1
 #
 # In words: ask the memory what it holds under $k$, and write only the difference from $v$. Linear attention is a step,
 # too, on the loss $-v^\top S^\top k$. That loss has no minimum, so $S$ can grow for ever.
-#
-# First the gradient, checked by moving each entry of a small $S$ a little.
+# The first cell checks the gradient: it moves each entry of a small $S$ a little and looks at the loss.
 
 # %%
 def delta_rule(S, k, v, beta=1.0):
@@ -243,10 +252,11 @@ print("plain sum recalls", recall(total, hand_k).round(3).tolist())
 assert np.allclose(recall(S, hand_k), [3, 0]) and np.allclose(recall(total, hand_k), [4, 2])
 
 # %% [markdown]
-# Now the experiment of [2.1.3] with both rules. The newest pair is exact under the delta rule. Older pairs are
-# disturbed by later writes here, too, but less. And the disturbance has a limit. A write removes the part of $S$ along
-# $k$, which for a random direction is $1/d$ of $\lVert S \rVert^2$ on average, and adds $\lVert v \rVert^2 = 1$. So
-# $\lVert S \rVert^2$ comes to rest near $d$, where both are equal. Under the plain sum it grows by 1 with every write.
+# The next figure repeats the experiment of [2.1.3] with both rules. The newest pair is exact under the delta rule.
+# Older pairs are disturbed by later writes here, too, but less. And the disturbance has a limit. A write removes the
+# part of $S$ along $k$, which for a random direction is $1/d$ of $\lVert S \rVert^2$ on average, and adds $\lVert v
+# \rVert^2 = 1$. So $\lVert S \rVert^2$ comes to rest near $d$, where both are equal. Under the plain sum it grows by 1
+# with every write.
 #
 # [2.1.3]: #2.1.3-Its-fault:-pairs-disturb-each-other
 
@@ -278,8 +288,8 @@ for name, rule in rules.items():
 #
 # The delta rule removes an old value only when its key comes again. A pair whose key never comes again stays, and
 # disturbs all later pairs. A state of $d \times d$ has room for $d$ exact pairs, and a text has many more tokens. So
-# before each write the state fades: row $i$ is multiplied by $\alpha_i$, a number between 0 and 1 that the layer
-# computes from the token ([2.2.4]).
+# before each write the state fades: each of its rows, which belongs to one key channel, is multiplied by a number of
+# its own between 0 and 1. The layer computes these $d$ numbers, the vector $\alpha$, from the token ([2.2.4]).
 #
 # Why one number for each channel and not one for the whole state? With one number, everything is forgotten at one
 # speed. With one for each channel, a head can keep some directions for a whole document and use others for a few
@@ -293,8 +303,14 @@ for name, rule in rules.items():
 # = \big(I - \beta\, k k^\top\big)\, \mathrm{diag}(\alpha)\, S_{t-1} + \beta\, k\, v^\top$$
 #
 # The matrix $I - \beta k k^\top$ shrinks one direction, that of $k$, by $1 - \beta$, and leaves all directions
-# orthogonal to $k$ as they are. With $0 \le \beta \le 1$ and $0 < \alpha \le 1$ no factor makes $S$ longer. One token
-# lengthens it by $\beta \lVert v \rVert$ at most, so the state cannot explode, whatever the text.
+# orthogonal to $k$ as they are.
+#
+# **How large can the state become?** After a write the state returns under $k$ the average $(1-\beta)\,\hat v + \beta
+# v$, which is no longer than the longer of $\hat v$ and $v$. Orthogonal to $k$ nothing is added. So a token raises the
+# squared length $\lVert S \rVert^2$ by $\beta \lVert v \rVert^2$ at most. A plain sum has no such bound: written $n$
+# times, the same pair of length 1 gives a state of length $n$. With decay there is a limit, too. Begin with an empty
+# state. If every channel keeps at most $\alpha_{\max} < 1$ and no value is longer than 1, then $\lVert S \rVert^2$
+# never exceeds $1 / (1 - \alpha_{\max}^2)$: there one fading takes away what one write can add.
 #
 # [2.2.4]: 02_kda.ipynb#2.2.4-How-fast-a-channel-forgets
 
@@ -327,9 +343,15 @@ def recurrent(q, k, v, alpha, beta, S):
 q, k, v, alpha, beta = tokens(40, 16)
 S = S_closed = np.zeros((16, 16))
 for t in range(40):
+    before = (S * S).sum()
     S, S_closed = step(S, k[t], v[t], alpha[t], beta[t]), closed(S_closed, k[t], v[t], alpha[t], beta[t])
+    assert (S * S).sum() <= before + beta[t] * v[t] @ v[t]
 print("step by step equals the closed form:", np.allclose(S, S_closed, atol=1e-12))
 assert np.allclose(S, S_closed, atol=1e-12)
+S, total, k1, v1 = np.zeros((16, 16)), np.zeros((16, 16)), unit(k[0]), unit(v[0])
+for _ in range(100):
+    S, total = step(S, k1, v1, np.ones(16), .5), plain_sum(total, k1, v1)
+print(f"the same pair 100 times: length of S {np.linalg.norm(S):.2f}, of a plain sum {np.linalg.norm(total):.2f}")
 
 # %% [markdown]
 # The rules that the literature knows differ in two choices: what is written, and how the state fades.
@@ -340,9 +362,9 @@ assert np.allclose(S, S_closed, atol=1e-12)
 # | one $\alpha$ for the whole state | RetNet (fixed), Mamba-2 | Gated DeltaNet |
 # | one $\alpha$ for each key channel | gated linear attention | **KDA** (Kimi Linear report) |
 #
-# What decay is for, in an experiment. A head is told 16 facts, whose keys use the first half of the channels. Then 600
-# pairs of passing interest come, whose keys use the second half. At the end we ask for the facts and for the last 16
-# pairs: without decay, with the same decay in all channels, and with decay in the second half alone.
+# An experiment shows what decay is for. A head is told 16 facts, whose keys use the first half of the channels. Then
+# 600 pairs of passing interest come, whose keys use the second half. At the end we ask for the facts and for the last
+# 16 pairs: without decay, with the same decay in all channels, and with decay in the second half alone.
 
 # %%
 facts = np.eye(d)[:16]
@@ -375,8 +397,8 @@ assert chosen[1] < none[1]  # claim last
 # are recalled somewhat better than without decay,<!--claim last--> because less of the 584 pairs before them is left.
 #
 # ## 2.1.6 Many tokens at once: the chunkwise form
-#
-# The recurrence takes tokens one after another. A GPU prefers a few large products to many small steps. So there is a
+# This engine does not use this form ([2.1.7] says why), and no later chapter needs it. Training and GPUs do: the
+# recurrence takes tokens one after another. A GPU prefers a few large products to many small steps. So there is a
 # second form, which takes a chunk of $T$ tokens at once. It needs no new idea, only the recurrence unrolled.
 #
 # Let $S_0$ be the state before the chunk, and $\delta_i = \beta_i\,(v_i - \hat v_i)$ the correction that token $i$
@@ -412,6 +434,8 @@ assert chosen[1] < none[1]  # claim last
 # $$o_t = \frac{1}{\sqrt d}\Big( S_0^\top (\Gamma_t \odot q_t)
 # + \sum_{i \le t} \big(k_i^\top \mathrm{diag}(\Gamma_t / \Gamma_i)\, q_t\big)\, \delta_i \Big), \qquad
 # S_T = \mathrm{diag}(\Gamma_T)\, S_0 + \sum_{i \le T} \mathrm{diag}(\Gamma_T / \Gamma_i)\, k_i\, \delta_i^\top$$
+#
+# [2.1.7]: #2.1.7-Why-this-engine-takes-the-tokens-one-by-one
 
 # %%
 def scores(a, k, kept):
@@ -430,8 +454,8 @@ def chunk(q, k, v, alpha, beta, S):
 
 
 # %% [markdown]
-# The gate: outputs and state of both forms, from a random state, for one chunk and for three in a row. Then the values
-# that another library computed for the recurrence.
+# The first cell compares outputs and state of both forms, from a random state, for one chunk and for three in a row.
+# The second compares the chunkwise form with values that another library computed by the recurrence.
 
 # %%
 def check(name, found, expected, tolerance=1e-10):
@@ -474,11 +498,16 @@ def chunk_without_solve(q, k, v, alpha, beta, S):
 check("outputs without the solve", chunk_without_solve(*chunk_of_24, start), o)
 
 # %% [markdown]
-# **Why it is called WY.** Without decay, and with values of 0, the closed form says that the chunk multiplies $S_0$ by
-# $(I - \beta_T k_T k_T^\top) \cdots (I - \beta_1 k_1 k_1^\top)$. The system says $\Delta = -W S_0$ with
-# $W = (I + G)^{-1}\, \mathrm{diag}(\beta)\, K$, where the rows of $K$ are the keys. The unrolled state is then
-# $S_T = S_0 + K^\top \Delta = (I - K^\top W)\, S_0$. So the product of $T$ matrices of $d \times d$ needs only two thin
-# ones. Numerical algebra writes products of Householder reflections in this way and calls the thin factors $W$ and $Y$.
+# **Two thin matrices: the WY form.** This paragraph may be skipped, too. It says where a name in the literature comes
+# from. Without decay $\tilde K$ has the keys themselves as rows. Let all values be 0. The closed form of [2.1.5] then
+# says that the chunk multiplies $S_0$ by $(I - \beta_T k_T k_T^\top) \cdots (I - \beta_1 k_1 k_1^\top)$, a product of
+# $T$ matrices of $d \times d$. The system above says $\Delta = -\Omega S_0$ with $\Omega = (I + G)^{-1}\,
+# \mathrm{diag}(\beta)\, \tilde K$, and the unrolled state is $S_T = S_0 + \tilde K^\top \Delta = (I - \tilde K^\top
+# \Omega)\, S_0$. So the whole product needs only two thin matrices of $T \times d$, $\tilde K$ and $\Omega$. Numerical
+# algebra writes products of Householder reflections in this way. There the matrix of the vectors (here the keys) is
+# called $Y$, and the one that is computed from them (here $\Omega$, up to its sign) is called $W$.
+#
+# [2.1.5]: #2.1.5-Forgetting:-each-key-channel-fades-at-its-own-speed
 
 # %%
 _, k, _, _, beta = chunk_of_24
@@ -486,26 +515,30 @@ product = np.eye(16)
 for key, b in zip(k, beta):
     product = (np.eye(16) - b * np.outer(key, key)) @ product
 G = beta[:, None] * np.tril(k @ k.T, -1)
-W = np.linalg.solve(np.eye(24) + G, beta[:, None] * k)
-check("24 factors equal I - K^T W", np.eye(16) - k.T @ W, product)
+omega = np.linalg.solve(np.eye(24) + G, beta[:, None] * k)
+check("24 factors equal I minus two thin matrices", np.eye(16) - k.T @ omega, product)
 
 # %% [markdown]
 # ## 2.1.7 Why this engine takes the tokens one by one
 #
 # **There is little to gain.** What makes a token slow here is not the state but the weights. Count the
-# multiply-and-adds of a KDA layer for one token: those of the state, and those of its matrices.
+# multiply-and-adds of a KDA layer for one token: those of the state, and those of its matrices. Chapter [2.2] derives
+# the matrices. Here only their sizes count: five are as large as the query's, one gives $\beta$, and two thin ones give
+# $\alpha$.
+#
+# [2.2]: 02_kda.ipynb
 
 # %%
 H, P = K3.hidden_size, heads * width
 state = 4 * heads * width * width  # fade, recall, write, read: each once over the state
-matrices = 5 * P * H + heads * H + width * H + P * width
+matrices = 5 * P * H  # for q, k, v, for the gate of the output, and from the heads back to the stream
+matrices += heads * H + width * H + P * width  # for beta; for alpha from x to `width` numbers, and from these to P
 print(f"state {state / 1e6:.1f} million, matrices {matrices / 1e6:.1f} million: {state / matrices:.1%}")  # claim little
 
 # %% [markdown]
 # The state's share is 1.4%.<!--claim little--> In a chunk the weights are read once for all its tokens anyway: that
 # needs no chunkwise recurrence, because only the state depends on the token before.
-#
-# **Its range is too small for float32.** The formulas hold $\Gamma_t / \Gamma_i$. As products of matrices they need
+# **Float32 has too small a range for it.** The formulas hold $\Gamma_t / \Gamma_i$. As products of matrices they need
 # the factors apart, $\Gamma_t \odot k_t$ and $k_i / \Gamma_i$. A channel of K3 may keep as little as $e^{-5}$ a token,
 # so after 18 tokens $\Gamma$ is no longer a normal float32.<!--claim range--> A chunkwise kernel must work in
 # sub-chunks, or compute $T^2 d$ ratios one by one, as `scores` above does.

@@ -52,19 +52,21 @@ schematics.where(K3, "kda")
 # | $q, k, v$ | query, key, value, each after its own projection and convolution | 96 heads × 128 | `q`, `k`, `v` |
 # | $\theta_j$ | taps of a channel's convolution, oldest first | 4 a channel | `weight` |
 # | $\beta$ | write strength, 0 to 1 | one a head | `beta` |
-# | $\zeta$ | input of the decay | 96 × 128 | `z` |
+# | $W_{fa}$, $W_{fb}$ | two thin matrices that make the input of the decay | 128 × 7168; 12288 × 128 | `W["f_a_proj"]`, `W["f_b_proj"]` |
+# | $b_{dt}$ | bias of the decay, tensor `dt_bias` | 96 × 128 | `dt_bias` |
+# | $\zeta = W_{fb} W_{fa} x + b_{dt}$ | input of the decay | 96 × 128 | `z + dt_bias`; `z` is $\zeta$ without its bias |
 # | $A$ | logarithm of a head's decay rate, tensor `A_log` | 128, the first 96 count | `A_log` |
 # | $\alpha$ | what a key channel keeps from one token to the next, 0 to 1 | 96 × 128 | `alpha` |
 # | $S$ | state: rows are key channels, columns value channels | 96 × 128 × 128 | `S` |
 # | $\hat v = S^\top k$ | recalled value | 96 × 128 | `recall(S, k)` |
 # | $\delta = \beta\,(v - \hat v)$ | the correction that is written | 96 × 128 | `delta` |
 # | $o$ | what the query reads from the state | 96 × 128 | `o` |
+# | $W_g$, $W_o$ | gate of the output; back to the width of the stream | 12288 × 7168; 7168 × 12288 | `W["g_proj"]`, `W["o_proj"]` |
 # | $d$ | width of a head | 128 | `d` |
 # | $y$ | output of the layer | 7168 | `y` |
-#
-# Two constants come from elsewhere: the lower bound of $\log \alpha$, `gate_lower_bound` in the config, is −5; the
-# $10^{-6}$ in the norm of keys is in the published code. Source of the equations: that code and the Kimi Linear report.
-# The fixtures were computed by others (`fixtures/README.md`).
+# Two constants are neither learned nor computed. The lower bound of $\log \alpha$ is −5; it stands in the config as
+# `gate_lower_bound`. The $10^{-6}$ in the norm of keys and queries stands only in the published code. Source of the
+# equations: that code and the Kimi Linear report. The fixtures were computed by others (`fixtures/README.md`).
 #
 # The data flow of one layer for one token, with the shapes of K3:
 
@@ -121,8 +123,8 @@ timed_layers = 69  # states swept by the timing of 2.2.6: one of K3's KDA layers
 #
 # $$y_t = \mathrm{silu}\Big(\sum_{j=0}^{3} \theta_j\; x_{t-3+j}\Big), \qquad \mathrm{silu}(a) = a\,\sigma(a)$$
 #
-# Here $x_t$ and $y_t$ are one channel before and after the convolution. Tap 3 meets the newest input. First in float64,
-# then the kernel.
+# Here $x_t$ and $y_t$ are one channel before and after the convolution. Tap 3 meets the newest input. The first cell
+# has the float64 form, the second the kernel.
 
 # %%
 def sigmoid64(x):
@@ -309,7 +311,8 @@ rejects(fixture["y"], {
 # bounds the loss: a channel keeps at least $e^{-5}$, which is 0.7%,<!--claim least--> of its content.
 #
 # `A_log` is one number a *head*, stored in a vector padded to 128 entries, of which only the first 96 count. A version
-# that reads it per channel finds a plausible but wrong number for every channel.
+# that reads it per channel finds a plausible but wrong number for every channel. Fixtures and tests hold $\log \alpha$,
+# under the name `g`.
 
 # %%
 thin = K3.kda_head_dim * (K3.hidden_size + K3.kda_num_heads * K3.kda_head_dim)
@@ -355,7 +358,7 @@ def kda_decay(z: np.ndarray, A_log: np.ndarray, dt_bias: np.ndarray, lower_bound
 
 # %%
 def decay64(z, A_log, dt_bias):
-    "g, float64 [T, heads, d]."
+    "g = log alpha, as the fixture names it, float64 [T, heads, d]."
     heads = z.shape[1]
     return -5 * sigmoid64(np.exp(A_log[:heads, None]) * (z + dt_bias.reshape(heads, -1)))
 
@@ -392,7 +395,8 @@ rejects(fixture["g"], {
 # %% [markdown]
 # Each dot of the next figure is a channel of the fixture: the number of tokens after which half is left, against the
 # $\zeta$ that the channel saw. All dots of a head must lie on one curve. If `A_log` were read per channel, each channel
-# would have a curve of its own, and the dots of a head would form a cloud.
+# would have a curve of its own, and the dots of a head would form a cloud. (Where float32 rounds $\alpha$ to 1 there is
+# no half-life. Such dots would lie above the end of the axis.)
 
 # %%
 lived = np.linspace(-8.5, 8, 200)
@@ -407,7 +411,7 @@ plt.semilogy()
 plt.ylim(.1, 1e5)
 plt.xlabel("input of the decay, ζ")
 plt.ylabel("half-life [tokens]")
-plt.title("One curve a head, from a seventh of a token to no forgetting at all")
+plt.title("One curve a head: from a seventh of a token to more than 100,000")
 plt.legend()
 plt.show()
 
@@ -417,9 +421,8 @@ plt.show()
 #
 # $$S \leftarrow \mathrm{diag}(\alpha)\,S, \qquad S \leftarrow S + \beta\, k\,(v - S^\top k)^\top,
 # \qquad o = \tfrac{1}{\sqrt d}\, S^\top q$$
-#
-# Derived in [2.1.5]. In float64, line for line, for all heads at once. The update is a function of its own, so that it
-# can be replaced by a wrong one.
+# [2.1.5] derives this rule. The cell is the rule in float64, line for line, for all heads at once. The update is a
+# function of its own, so that it can be replaced by a wrong one.
 #
 # [2.1.5]: 01_delta_rule.ipynb#2.1.5-Forgetting:-each-key-channel-fades-at-its-own-speed
 
@@ -448,7 +451,8 @@ def recurrent64(q, k, v, alpha, beta, S, update=delta_rule):
 
 
 # %% [markdown]
-# The table of [2.2.1], then 33 tokens of three heads, `fixtures/ops/kda_recurrent` (fla-core's reference in float64).
+# Two checks follow: the table of [2.2.1], and 33 tokens of three heads from `fixtures/ops/kda_recurrent`, which
+# fla-core's reference computed in float64.
 #
 # [2.2.1]: #2.2.1-By-hand:-one-key,-two-values
 
@@ -472,9 +476,9 @@ for start, o_name, S_name in ((zero, "o", "final_state"), (given, "o_s0", "final
 
 
 # %% [markdown]
-# Nine wrong versions. The second is the closest: it takes the error from the state before it has faded. Where channels
-# hardly fade, this is almost the right error. The fixture fades enough to show the difference. One of the nine goes
-# through the gate itself, so that its failure can be seen.
+# Nine wrong versions follow. The second is the closest: it takes the error from the state before it has faded. Where
+# channels hardly fade, this is almost the right error. The fixture fades enough to show the difference. One of the nine
+# goes through the gate itself, so that its failure can be seen.
 
 # %%
 def keyed(S, alpha):
@@ -503,9 +507,9 @@ check("o of a plain sum", recurrent64(*tokens, zero, WRONG_UPDATE["a plain sum, 
 # ## 2.2.6 Make it fast: two passes over a state that fits the cache
 #
 # For every token the states of 69 layers must be read and written, 434 MB in each direction.<!--claim moved--> The
-# state of one head takes 64 KB,<!--claim a head--> which fits a core's L2 cache. So the kernel goes over a head's state
-# twice. Pass 1 reads $S$ from memory and recalls with $\alpha_i k_i$; it writes nothing. Pass 2 finds $S$ in the cache.
-# It fades, corrects, stores and reads out.
+# state of one head takes 64 KiB,<!--claim a head--> which fits a core's L2 cache. So the kernel goes over a head's
+# state twice. Pass 1 reads $S$ from memory and recalls with $\alpha_i k_i$; it writes nothing. Pass 2 finds $S$ in the
+# cache. It fades, corrects, stores and reads out.
 #
 # Both passes take the key rows in order and treat all value channels alike. A compiler may take 4, 8 or 16 channels at
 # a time: each channel's sum keeps its order, so the bits stay the same.
@@ -576,8 +580,8 @@ def one_row_a_pass(heads, arrays, cursor):
 # %% [markdown]
 # The next version changes one thing. Above, the sums in `out` are loaded and stored once for each key row, as often as
 # the state itself. Here four rows nest four fused multiply-adds in the order of the keys. That is a quarter of the
-# traffic for `out`, with the same bits. If the width of a head is no multiple of four, the last one to three rows take
-# the form above.
+# traffic for `out`, with the same bits. Whether it is also faster depends on what sets the pace; the timing below
+# answers that. If the width of a head is no multiple of four, the last one to three rows take the form above.
 #
 # Written as `for i in range(0, n, 4)`, the second loop runs several times slower. The likely reason: a negative `i + 1`
 # would count from the end, as in Python. The compiler cannot rule that out, so it uses no vectors. With `while` it can.
@@ -697,9 +701,10 @@ for d in (128, 35):
     assert same
 
 # %% [markdown]
-# The time for one token's worth of state. Beside the versions run two loops that compute nothing: one reads the state,
-# one reads and writes it. Each kernel takes a layer that the other kernels have not touched for a while, so that it
-# finds nothing in the cache. The best time of each layer counts.
+# Two cells measure the time in which one token updates the states of all layers. Beside the versions run two loops
+# that compute nothing: one reads the state, one reads and writes it. Each kernel takes a layer that the other kernels
+# have not touched for a while, so that it finds little in the cache. Of each layer the best time of eight rounds
+# counts.
 
 # %%
 from numba import njit, prange
@@ -763,11 +768,22 @@ for name, seconds in took.items():
     print(f"{name:24} {seconds * 1e3:9.1f} ms {rate:11.1f} GB/s {ratio:20.2f} x")
 del states
 
-
 # %% [markdown]
 # The last column compares each kernel with the loop that only moves the same bytes. If the four-row kernel needs
 # clearly more than 1, then memory does not set its pace: the arithmetic does. It reads each head twice, the second time
 # from L2, and does three multiply-adds and a product for each number.
+#
+# That also says what the four rows are worth. The numbers of `out` are 512 bytes<!--claim out bytes--> a head and stay
+# in the core's first cache, so a quarter of their traffic saves time only where loads and stores set the pace. Where
+# both kernels take about the same time, the arithmetic hid that traffic before, and the four rows gain nothing.
+#
+# A bare loop may show a rate above that of the memory, which the README gives. The best of eight rounds counts for each
+# layer, and what a loop finds in a cache that all cores share never crosses memory. Such a rate is one of caches and
+# memory together, and a token pays the time in the first column.
+
+# %%
+print(f"out of one head: {128 * 4} bytes")  # claim out bytes
+
 
 # %% [markdown]
 # ## 2.2.7 What the state remembers
@@ -934,10 +950,12 @@ def kda_layer(W: LayerWeights, x: np.ndarray, state: KDAState, shape: KDAShape, 
 #
 # `fixtures/oracle13` is a 13-layer checkpoint in K3's layout. Another implementation, mlx-lm, ran it and kept the
 # hidden state after layer 0, whose attention is KDA. Between our output and that state lie one residual mix and one
-# dense MLP. Chapters [3.2] and [4.2] derive them; here they are six lines of float64.
+# dense MLP. Chapters [3.2] and [4.2] derive them; here they are six lines of float64. The activation of the MLP bounds
+# both of its inputs, one at 4, the other at 25: it is the SiTU of [4.2.2].
 #
 # [3.2]: ../03_mla/02_residual.ipynb
 # [4.2]: ../04_moe_router/02_moe.ipynb
+# [4.2.2]: ../04_moe_router/02_moe.ipynb#4.2.2-SiTU:-SiLU-with-a-ceiling
 
 # %%
 model = Checkpoint(ROOT / "fixtures/oracle13/model")
@@ -964,7 +982,7 @@ def after_layer0(y):
     mixed = (np.exp(score - score.max(0)) / np.exp(score - score.max(0)).sum(0))[..., None] * sources
     h = rms64(mixed.sum(0), tensor("norms", "post_attention_layernorm"))
     gate, up = h @ tensor("dense", "gate_proj").T, h @ tensor("dense", "up_proj").T
-    hidden = 4 * np.tanh(gate / 4) * sigmoid64(gate) * 25 * np.tanh(up / 25)
+    hidden = 4 * np.tanh(gate / 4) * sigmoid64(gate) * 25 * np.tanh(up / 25)  # SiTU, chapter 4.2
     return y + hidden @ tensor("dense", "down_proj").T
 
 
@@ -1051,8 +1069,7 @@ for T in (1, 2, 3, 4, 5, 12):
 
 # %% [markdown]
 # ## 2.2.11 What the memory costs
-#
-# Everything in float32, for the released shape: 69 KDA layers, 96 heads of 128, four taps.
+# The cell counts the bytes of the released shape, 69 KDA layers, 96 heads of 128 and four taps, with states in float32.
 
 # %%
 layers, heads, d, taps, H = 69, 96, 128, 4, 7168
@@ -1062,7 +1079,7 @@ conv_bytes = layers * 3 * P * (taps - 1) * 4
 weight_bytes = layers * 2 * (5 * P * H + heads * H + d * H + P * d)
 print(f"state S            {state_bytes / 1e9:6.2f} GB, read once and written once a token")  # claim state
 print(f"    {state_bytes / 1e6:.0f} MB")  # claim moved
-print(f"    {d * d * 4 / 1024:.0f} KB a head and layer")  # claim a head
+print(f"    {d * d * 4 / 1024:.0f} KiB a head and layer")  # claim a head
 print(f"conv history       {conv_bytes / 1e9:6.2f} GB")  # claim history
 print(f"weights, bf16      {weight_bytes / 1e9:6.1f} GB, read once a token: "
       f"{weight_bytes / (2 * state_bytes):.0f} times the state's traffic")
@@ -1210,7 +1227,7 @@ print(learned.what_breaks("no decay", "no delta correction", "write strength 1",
 # ## Summary
 #
 # - Fade by key channel, recall, write the *error*: a new value replaces the old one under its key, and the memory stays
-#   64 KB a head.
+#   64 KiB a head.
 # - One `A_log` a head; a *sum* in the norm of keys; the newest input meets the last tap; values are not scaled; the
 #   norm comes before the gate.
 # - Sums run key after key in every value channel, so neither the cut of the tokens nor the width of a vector changes a

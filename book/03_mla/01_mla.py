@@ -1,10 +1,12 @@
 # %% [markdown]
 # # 3.1 Gated MLA: attention that caches 576 numbers
 #
-# In 24 of K3's 93 layers every token looks back at every earlier one. In most models such a layer keeps 96 keys and 96
-# values of each token. MLA (multi-head latent attention) keeps one vector of 576 numbers, from which all of them
-# follow. At the end you can attend straight from that cache, token by token or in chunks with the same bits, and you
-# have seen six wrong layers fail.
+# In 24 of K3's 93 layers every token looks back at every earlier one, because a state of fixed size, as in KDA, cannot
+# return every token of a long text ([0.1.2]). Plain attention would keep a key and a value for each of the 96 heads,
+# for every token. (Many models keep fewer, because several heads share a key and a value.) MLA (multi-head latent
+# attention) keeps one vector of 576 numbers, from which the keys and values of all heads follow. At the end you can
+# attend straight from that cache, token by token or in chunks with the same bits, and you have seen six wrong layers
+# fail.
 #
 # > **Without it:** keys and values of 24 layers take 2.37 MB a token,<!--claim expanded--> and
 # > 2,365 GB<!--claim expanded million--> after a million tokens.
@@ -18,6 +20,7 @@
 # [contents](../README.md) ·
 # [3.2 Block attention residuals: a layer chooses its depth](02_residual.ipynb)
 #
+# [0.1.2]: ../00_k3/01_k3.ipynb#0.1.2-What-each-box-is-for
 # [2.1.1]: ../02_kda/01_delta_rule.ipynb#2.1.1-Softmax-attention-keeps-every-pair
 # [1.5]: ../01_mxfp4/05_matmul.ipynb
 # [1.6]: ../01_mxfp4/06_functions.ipynb
@@ -31,6 +34,7 @@ import matplotlib.pyplot as plt
 from safetensors.numpy import load_file
 
 from k3lib.config import read_config
+from k3lib.kda import kda_recurrent
 from k3lib.matmul import ResidentMatrix, bf16_to_float32, dot
 from k3lib.parallel import CORES
 
@@ -49,6 +53,8 @@ schematics.where(K3, "mla")
 # | $t$, $i$ | position of the token that reads, and of one that is read, $i \le t$ | | `t`, `p` |
 # | $c$ | latent of a position: low rank, normed, cached | 512 (`kv_lora_rank`) | `cache[p, :512]` |
 # | $r$ | extra key numbers of a position, shared by all heads, cached | 64 (`qk_rope_head_dim`) | `cache[p, 512:]` |
+# | $W_a^q$, $W_b^q$ | from $x$ to a short vector, and from that to the queries | 1536 × 7168; 18432 × 1536 | `W["q_a_proj"]`, `W["q_b_proj"]` |
+# | $W_a^{kv}$ | from $x$ to $\tilde c$, the latent before its norm, and $r$ | 576 × 7168 | `W["kv_a_proj_with_mqa"]` |
 # | $q = [\,q^n \mid q^r\,]$ | a head's query in two parts: one meets $c$, one meets $r$ | 96 heads × (128 + 64) | `q[t, h]` |
 # | $k, v$ | a head's key and value of a position | 192, 128 | never stored |
 # | $W_{uk}, W_{uv}$ | a head's key rows and value rows of `kv_b_proj` | 128 × 512 each | `w` |
@@ -122,11 +128,12 @@ assert np.allclose(expanded, [3, 2]) and np.allclose(absorbed, [3, 2])
 # %% [markdown]
 # ## 3.1.2 The layer as published, in float64
 #
-# Why a latent? The keys and values of 96 heads are 24,576 numbers, and all are linear functions of the same $x$
-# of 7168. A trained model does not need 24,576 independent ones. So $x$ is first projected to a latent $c$ of 512
-# numbers, and a second matrix, `kv_b_proj`, makes all keys and values from $c$. The two matrices together are one
-# matrix of rank 512: what does not pass through the 512 numbers, no head can see. Queries take such a path, too, with
-# 1536 numbers in the middle, which saves weights.
+# Why a latent? The keys and values of 96 heads are 24,576 numbers, and all are computed from the same $x$ of 7168. A
+# trained model does not need 24,576 independent ones. So $x$ is first projected to a latent $c$ of 512 numbers, and a
+# second matrix, `kv_b_proj`, makes all keys and values from $c$. Between the two matrices stands an RMSNorm, which
+# scales the 512 numbers of a token. It brings nothing new in: what does not pass through the 512 numbers, no head can
+# see. (Without the norm the two would be one matrix of rank 512.) Queries take such a path, too, with 1536 numbers in
+# the middle, which saves weights.
 #
 # $$q = W_b^q\,\mathrm{norm}(W_a^q x),\qquad [\,\tilde c \mid r\,] = W_a^{kv} x,\qquad c = \mathrm{norm}(\tilde c)$$
 # $$k = [\,W_{uk}\, c \mid r\,],\qquad v = W_{uv}\, c$$
@@ -203,6 +210,34 @@ def gate(name, y):
 gate("reference", mla64(weights, x, **dims))
 
 # %% [markdown]
+# **Does this layer see an order?** No number in the equations depends on a position. A query only knows which tokens
+# came before it, not in which order. Exchange the eleven earlier tokens, and the last one reads the same average. A
+# KDA layer of chapter [2.2] is different: the same exchange changes what it answers.
+#
+# [2.2]: ../02_kda/02_kda.ipynb
+
+# %%
+shuffled = np.append(np.random.default_rng(seed).permutation(11), 11)  # of twelve tokens, the last stays the last
+kda_inputs = load_file(ROOT / "fixtures/ops/kda_recurrent.safetensors")
+kda_inputs = [kda_inputs[name][:12].astype(np.float32) for name in ("q", "k", "v", "g", "beta")]
+kda_inputs[3] = np.exp(kda_inputs[3])  # the fixture holds the logarithm of alpha
+last_of = {
+    "MLA": [mla64(weights, x[order], **dims)[-1] for order in (np.arange(12), shuffled)],
+    "KDA": [kda_recurrent(*(a[order] for a in kda_inputs), np.zeros((3, 16, 16), np.float32), CORES)[-1]
+            for order in (np.arange(12), shuffled)],
+}
+for name, (in_order, exchanged) in last_of.items():
+    moved = np.abs(exchanged - in_order).max() / np.abs(in_order).max()
+    print(f"{name}: earlier tokens in another order: the answer to the last one is the same to 1e-12: {moved < 1e-12}")
+    assert moved < 1e-12 if name == "MLA" else moved > .1
+
+# %% [markdown]
+# So why does K3 leave RoPE out? It needs an order somewhere, and the 69 KDA layers give it. Three of them come before
+# the first MLA layer, and the vectors that MLA compares have passed through them. RoPE would add a second account of
+# position, and it would have to hold at lengths that no training text had. This is the argument of the Kimi Linear
+# report, and `mla_use_nope` in the config says that K3 follows it.
+
+# %% [markdown]
 # ## 3.1.3 Absorb: move the matrix to the other side
 #
 # The cache could hold keys and values, 24,640 numbers a token and layer.<!--claim numbers--> It could hold $c$ and $r$,
@@ -226,9 +261,9 @@ gate("reference", mla64(weights, x, **dims))
 #
 # **When it fails.** Both steps need that nothing stands between $c_i$ and the matrix, and that the matrix is the same
 # for all positions. RoPE rotates keys by an angle that depends on the position. Between query $t$ and key $i$ would
-# then stand a rotation $R_{t-i}$, and the absorbed query $W_{uk}^\top R_{t-i}^\top q^n$ would be another one for every
-# position. Models with RoPE therefore rotate only the extra numbers $r$, which are outside of the latent. K3 has these
-# 64 numbers and rotates nothing.
+# then stand a rotation $R_{t-i}$, by the angle of the distance $t - i$. The absorbed query $W_{uk}^\top R_{t-i}^\top
+# q^n$ would then be another one for every position. Models with RoPE therefore rotate only the extra numbers $r$, which
+# are outside of the latent. K3 has these 64 numbers and rotates nothing.
 
 # %%
 schematics.mla(K3)
@@ -352,9 +387,21 @@ assert apart < 1e-5 and not all(o == by_position for o in others)
 # %% [markdown]
 # ## 3.1.5 The kernel, part by part
 #
-# The kernel works on *items*. An item is up to 16 heads, and takes up to eight tokens at a time. Each query of an item
-# has a row of scratch memory: `[ W_uk^T q^n | q^r ]`, then its context, then $\mu$ and $Z$. The functions below take an
-# item's arrays and numbers as one tuple.
+# The kernel works on *items*, which threads share. An item is up to 16 heads, and takes up to eight tokens at a time.
+# That gives up to 128 queries. Each query has a row of scratch memory: first the absorbed query $W_{uk}^\top q^n$ and
+# the extra part $q^r$, then the context, then $\mu$ and $Z$. Three functions work on the rows, in this order:
+#
+# | step | function | reads | writes |
+# |---|---|---|---|
+# | 1, once a row | `_start` | $q$, key rows of `kv_b_proj` | query part; context 0, $\mu = -\infty$, $Z = 0$ |
+# | 2, once a tile of the cache and four rows | `_visit` | query part, 64 cache rows | $\mu$, $Z$, context |
+# | 3, once a row | `_value` | context, $Z$, value rows of `kv_b_proj` | output of that head and token |
+
+# %%
+schematics.item(K3)
+
+# %% [markdown]
+# The functions below take an item's arrays and numbers as one tuple, `Item`.
 
 # %% tags=["export"]
 CACHE_TILE = 64  # cache rows between two updates of the maximum, counted from position 0
@@ -374,8 +421,9 @@ class Item(NamedTuple):
 
 # %% [markdown]
 # The absorbed query is summed over the key rows, in order. The scale is applied here, once, instead of to every score.
-# The sum is formed in the columns of the context, because loads and stores of sixteen numbers need padding, and only
-# the context has it.
+# The sum is formed in the columns of the context, which nothing else uses yet, and is copied to the front of the row at
+# the end. The reason is padding. A load or a store takes sixteen numbers. The columns of the context are padded to a
+# multiple of sixteen; the columns of the query are not, because $q^r$ must follow at once.
 
 # %% tags=["export"]
 @inner
@@ -404,9 +452,9 @@ def _start(w, i, latent, x, nope, row, context):
 
 # %% [markdown]
 # The one-pass softmax for one query and one tile. Weights under $e^{-60}$ become 0: against a sum of at least 1 they
-# are far below float32's last bit. [3.1.8] shows that this also saves time. A NaN score fails every comparison, so it
-# stays NaN and is found in the output. A score of $-\infty$ would become an ordinary weight of 0. For that case the
-# function returns a sum of NaN.
+# are far below float32's last bit. On some CPUs this also saves time; [3.1.8] asks whether this CPU is one of them. A
+# NaN score fails every comparison, so it stays NaN and is found in the output. A score of $-\infty$ would become an
+# ordinary weight of 0. For that case the function returns a sum of NaN.
 #
 # [3.1.8]: #3.1.8-Make-it-fast
 
@@ -535,8 +583,8 @@ def _visit(item, start, g, count):
 
 
 # %% [markdown]
-# The value rows read the finished context. The division by $Z$ comes last: 128 divisions a head instead of one for
-# every position.
+# Then the third step. The value rows read the finished context. The division by $Z$ comes last: 128 divisions a head
+# instead of one for every position.
 
 # %% tags=["export"]
 class HeadBlock(NamedTuple):
@@ -895,7 +943,7 @@ assert np.allclose(p.sum(2), 1, atol=1e-6) and (np.triu(p.transpose(1, 0, 2), 1)
 #
 # One token, 16 heads of K3's width. Four versions: expand keys and values from the cached latents, in NumPy; absorb, in
 # NumPy; a kernel that reads the cache once per head, first for scores, then for the context; and the kernel above,
-# where four heads share each row and the cache is read once.
+# where four heads share each row and an item reads the cache once, for scores and context together.
 
 # %%
 @kernel
@@ -935,9 +983,10 @@ def absorb(kv_b, q, cache, v, kernel=None):
 
 # %% [markdown]
 # Every version gives the answer before it is timed. Bytes are what has to move from memory: the weights of 16 heads in
-# float32, or in bf16 for the last version, and the cache as often as it is read. NumPy's matrix products are those of
-# BLAS, whose order of sums is not fixed. What the last version gains over absorption in NumPy is therefore not only
-# time: it has the same bits everywhere, and it never holds all scores.
+# float32, or in bf16 for the last version, and the cache as often as it is read. For the last version that is once an
+# item: on two threads the 16 heads are two items. NumPy's matrix products are those of BLAS, whose order of sums is not
+# fixed. What the last version gains over absorption in NumPy is therefore not only time: it has the same bits
+# everywhere, and it never holds all scores.
 
 # %%
 w, q, rows = case(16, nope, rope, v_dim, latent, 1, timed_positions - 1)
@@ -948,8 +997,8 @@ versions = [
     ("expand, NumPy", lambda: expand(w, q, rows, v_dim), w.nbytes + cache_bytes + 2 * timed_positions * 16 * 256 * 4),
     ("absorb, NumPy", lambda: absorb(w, q, rows, v_dim), w.nbytes + 2 * cache_bytes),
     ("absorb, one head at a time", lambda: absorb(w, q, rows, v_dim, _plain), w.nbytes + 32 * cache_bytes),
-    ("four heads a row, one pass", lambda: attend(resident, q, rows, timed_positions - 1, v_dim, CORES),
-     w.nbytes // 2 + 2 * cache_bytes),
+    ("four heads a row, items", lambda: attend(resident, q, rows, timed_positions - 1, v_dim, CORES),
+     w.nbytes // 2 + 2 * cache_bytes),  # two items, as on two threads
 ]
 expected = absorbed64(w, q, rows, timed_positions - 1, v_dim)[0]
 for name, version, nbytes in versions:
@@ -977,7 +1026,9 @@ for name, version, _ in versions:
 # %% [markdown]
 # Weights between $e^{-87}$ and $e^{-104}$ are subnormal float32 numbers. On some CPUs a multiply-add that meets one
 # takes many times as long, so without the cut at $e^{-60}$ the kernel would be slow there whenever scores are far
-# apart. Is this CPU one of them? The same tile, with either kind of weight:
+# apart. Is this CPU one of them? The same tile, with either kind of weight. If the two times below are alike, it is
+# not, and the cut saves no time here. The package keeps it for the other CPUs, and so that the bits are the same on
+# all.
 
 # %%
 @kernel
@@ -1001,9 +1052,9 @@ print(f"a tile of context with normal weights {fast * 1e4:.1f} us, with subnorma
 # %% [markdown]
 # ## 3.1.9 Cost for K3
 #
-# One layer at full width and 4,096 positions, measured. For comparison take a step of 6 s: that is the time in which
-# the weights of a token, trunk and experts, pass two cores at some 22 GB/s. The wall clock also counts whatever else
-# the machine is doing. The CPU's seconds divided by the threads are what an idle machine would need.
+# One layer at full width and 4,096 positions, measured. For comparison take 6 s a token: that is the time in which the
+# weights of a token, trunk and experts without the head, pass two cores at some 22 GB/s. The wall clock also counts
+# whatever else the machine is doing. The CPU's seconds divided by the threads are what an idle machine would need.
 
 # %% tags=["nbval-ignore-output"]
 w, q, rows = case(heads, nope, rope, v_dim, latent, 1, full_positions - 1)
@@ -1017,7 +1068,7 @@ for pos in (0, full_positions - 1):
           f"{busy * 1e3:5.1f} ms by the CPU; 24 layers {24 * busy:.2f} s, {24 * busy / 6:.1%} of 6 s")
 print(f"{fma / busy / 1e9:.0f} G multiply-adds/s")
 step_bytes = 108_811_877_376 + 92 * 16 * 17_547_264
-print(f"weights of a step: {step_bytes / 1e9:.1f} GB, in 6 s {step_bytes / 6e9:.1f} GB/s")
+print(f"weights of a token without the head: {step_bytes / 1e9:.1f} GB, in 6 s {step_bytes / 6e9:.1f} GB/s")
 
 # %% [markdown]
 # And in bytes: the projections, the cache, and the scratch memory.

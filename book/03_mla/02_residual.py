@@ -6,8 +6,8 @@
 # computed anew for each token. At the end you can say what is wrong with a plain sum, you can carry the blocks through
 # the layers of a model, and you have seen eleven wrong versions fail.
 #
-# > **Without it:** every layer reads one sum, in which each of 187 earlier results has a share that no later layer can
-# > change.
+# > **Without it:** every layer reads one sum of the embedding and all earlier results, at the end
+# > 186 of them.<!--claim results--> Each has a share that no later layer can change.
 # >
 # > **With it:** a layer chooses. It costs 258 kB<!--claim memory--> of memory for each token of a chunk, and
 # > 5.4 MB<!--claim weights--> of weights.
@@ -340,8 +340,10 @@ gate("sources normed in the mix", variants["sources normed in the mix"], truths)
 #
 # There are two mixes a layer, one before attention and one before the feed-forward part. Where $L$ is a multiple of the
 # block size, the running sum joins the finished blocks *after* the first mix has read it. A new sum then starts with
-# that layer's attention output. One more mix comes after the last layer. Line for line, in float64. The places to go
-# wrong are arguments:
+# that layer's attention output. One more mix comes after the last layer. The cell below is this rule, line for line, in
+# float64. Its last three arguments switch on the mistakes of [3.2.6].
+#
+# [3.2.6]: #3.2.6-Four-wrong-forward-passes
 
 # %%
 def forward64(p, layers, block_size, final, clear=True, late=False, last_mix=True):
@@ -519,14 +521,14 @@ for n, out in ((9, sources[8]), (10, np.empty((5, 64), np.float32)), (9, np.empt
 # ## 3.2.7 How many sources, for K3
 #
 # 93 layers in blocks of 12: each of the layers 0, 12, …, 84 finishes a block. So eight sources are finished when the
-# last layer runs, the embedding among them, and the running sum is the ninth. Here the forward pass itself counts them,
-# with layers that do nothing:
+# last layer runs, the embedding among them, and the running sum is the ninth. Each layer has two mixes, with one
+# exception: before the attention of layer 0 there is only the embedding, and nothing to mix. One more mix follows the
+# last layer. Here the forward pass itself counts them all, with layers that do nothing:
 
 # %%
 nothing = (lambda h: h, lambda h: h, (np.ones(1), np.ones(1), 1e-5), (np.ones(1), np.ones(1), 1e-5))
 _, blocks, _, counts = forward64(np.ones((1, 1)), [nothing] * 93, 12, nothing[2])
-print(f"{len(counts)} mixes a token: 2 x 93, less the one of layer 0 that has nothing to choose from, "
-      "and the final one")
+print(f"mixes a token: {len(counts)} = 2 x 93 - 1 + 1")
 print(f"finished sources at the end: {len(blocks)}, sources of the final mix: {counts[-1]}, "
       f"read in all mixes: {sum(counts)}")
 assert (len(counts), len(blocks), max(counts), counts[-1]) == (186, 8, 9, 9)
@@ -542,9 +544,12 @@ plt.show()
 
 # %%
 width = 7168
-print(f"nine sources of one token: {9 * width * 4 / 1e3:.0f} kB")  # claim memory
+print(f"one source of one token: {width * 4 / 1e3:.0f} kB")  # claim source
+print(f"nine of them: {9 * width * 4 / 1e3:.0f} kB")  # claim memory
 print(f"    of a chunk of 64: {64 * 9 * width * 4 / 1e6:.1f} MB, needed for one forward pass only")
-print(f"all 187 vectors of a token apart: {187 * width * 4 / 1e6:.1f} MB")  # claim all
+print(f"the embedding and 2 x 93 results: {1 + 2 * 93} vectors")
+print(f"    the results alone: {2 * 93}")  # claim results
+print(f"all of a token apart: {(1 + 2 * 93) * width * 4 / 1e6:.1f} MB")  # claim all
 print(f"weights: {(4 * 93 + 2) * width * 2 / 1e6:.1f} MB in bf16")  # claim weights
 print(f"arithmetic: {sum(counts) * 3 * width / 1e6:.0f} M multiply-adds a token "
       "(two dot products and a sum for each source read)")
@@ -554,8 +559,8 @@ print(f"arithmetic: {sum(counts) * 3 * width / 1e6:.0f} M multiply-adds a token 
 # ## 3.2.8 Make it fast
 #
 # The plain form writes the normed sources, their products and the weighted sources to memory before it adds them up. In
-# the kernel a source is only read, and a token's nine sources of 28 KB stay in the core's cache. Every version passes
-# the fixture first.
+# the kernel a source is only read, and a token's nine sources of 29 kB<!--claim source--> each stay in the core's cache
+# between the two readings: one for the scores, one for the sum. Every version passes the fixture first.
 
 # %%
 def mix_numpy32(sources, norm_w, proj_w, eps):

@@ -9,7 +9,9 @@
 # > token,<!--claim full token--> and a disk of 7 GB/s reads them in 7.4 s.<!--claim full seconds-->
 # >
 # > **With it:** in half the width 281 MB,<!--claim half width--> 25.83 GB<!--claim half token--> and 3.7
-# > s,<!--claim half seconds--> and two matrices of 103 MB<!--claim latent--> a layer into the latent and back.
+# > s,<!--claim half seconds--> and two more matrices, into the latent and back, together 103 MB<!--claim latent--> a
+# > layer and 9.5 GB<!--claim latent token--> a token. In all 35.3 GB<!--claim net--> in place of 51.7: a third
+# > less,<!--claim third--> not half.
 #
 # Needs chapters [1.1] (MXFP4), [1.5] and [1.6] (products, tanh and norm with fixed bits), [4.1] (the router). Runs in
 # half a minute. Makes `k3lib.moe`.
@@ -65,9 +67,13 @@ schematics.where(K3, "experts")
 # y = U\,\big(\mathrm{RMSNorm}(u) \odot \gamma\big) + \mathrm{shared}(x)$$
 #
 # **Why a latent?** The bytes of an expert grow with the width of what it sees. All experts see the same token, so the
-# reduction to half the width can be done once, by a matrix $D$ that all share. The time that is saved is time of the
-# disk. **Why shared experts?** What every token needs would otherwise have to be learned by every expert. Two experts
-# that see every token, at the full width, leave the others free to specialise.
+# reduction to half the width can be done once, by a matrix $D$ that all share. The matrices $D$ and $U$ stand in bf16,
+# nearly four times as many bits a weight as an expert has. They take back more than a third of what the narrower
+# experts save ([4.2.8]). They are also part of the trunk, which memory can keep and a chunk reads once, while experts
+# change from token to token. **Why shared experts?** What every token needs would otherwise have to be learned by every
+# expert. Two experts that see every token, at the full width, leave the others free to specialise.
+#
+# [4.2.8]: #4.2.8-Cost-for-K3
 
 # %%
 schematics.moe(K3)
@@ -175,8 +181,9 @@ assert (np.abs(y - fixture["y"]) <= 1e-5 * np.abs(fixture["y"]) + 1e-12).all()
 print(f"{len(y)} pairs, each within 1e-5 of its value: True; largest {np.abs(y).max():.1f}")
 
 # %% [markdown]
-# The fixture combines 51 values from ±0.001 to ±1000 and 0. Below are six wrong forms. Near zero all of them agree with
-# SiTU, so a test with small numbers alone passes every one.
+# The fixture combines 51 values from ±0.001 to ±1000 and 0. Below are six wrong forms. For inputs up to 0.01 all but
+# one of them agree with SiTU to the 1e-5 of the gate, and the one is off by about a hundredth: gate and up differ
+# there only in the sigmoid, which is near ½ for both. So a test with small numbers alone passes five of the six.
 
 # %%
 g, u = fixture["gate"].astype(np.float64), fixture["up"].astype(np.float64)
@@ -193,8 +200,9 @@ for name, value in wrong.items():
     off = np.abs(value - fixture["y"]).max() / np.abs(fixture["y"]).max()
     near = (np.abs(g) <= 1e-2) & (np.abs(u) <= 1e-2)
     small = np.abs(value - fixture["y"])[near].max() / np.abs(fixture["y"][near]).max()
-    print(f"{name:27} fails, off by {off:.2g} of the largest value; near zero within 2%: {small < .02}")
-    assert off > 1e-3 and small < .02
+    print(f"{name:27} fails, off by {off:.2g} of the largest value; for small inputs off by {small:.1g}: "
+          f"{'passes' if small < 1e-5 else 'fails'}")
+    assert off > 1e-3 and (small < 1e-5 or name == "gate and up swapped" and 1e-3 < small < .01)
 
 # %%
 t = np.linspace(-12, 12, 241, dtype=np.float32)
@@ -358,6 +366,34 @@ class LayerExperts(Protocol):
 # The (token, rank) pairs of a chunk are sorted by expert. Then the tokens of one expert are neighbouring rows, which
 # one product writes, and `place` says where each pair went. Those rows belong to that expert alone, so `experts.map`
 # may call `work` for several experts at once, on any thread.
+#
+# By hand: three tokens, two experts each. Token 0 has chosen the experts 7 and 2, token 1 has chosen 2 and 5, token 2
+# has chosen 7 and 5. Pair 2t + r is rank r of token t.
+#
+# | pair | token, rank | expert | | row | its pair | the row holds |
+# |---|---|---|---|---|---|---|
+# | 0 | 0, 0 | 7 | | 0 | 1 | expert 2 of token 0 |
+# | 1 | 0, 1 | 2 | | 1 | 2 | expert 2 of token 1 |
+# | 2 | 1, 0 | 2 | | 2 | 3 | expert 5 of token 1 |
+# | 3 | 1, 1 | 5 | | 3 | 5 | expert 5 of token 2 |
+# | 4 | 2, 0 | 7 | | 4 | 0 | expert 7 of token 0 |
+# | 5 | 2, 1 | 5 | | 5 | 4 | expert 7 of token 2 |
+#
+# `pairs` is the column "its pair". `place` is the way back: pair 0 went to row 4, pair 1 to row 0, and so on. Expert 5
+# multiplies tokens 1 and 2 at once and writes rows 2 and 3. The sum of token 2 reads its rank 0 from row 5, then its
+# rank 1 from row 3.
+
+# %%
+small_ids = np.array([[7, 2], [2, 5], [7, 5]])
+pairs = np.argsort(small_ids, axis=None, kind="stable")
+place = np.empty(6, np.int64)
+place[pairs] = np.arange(6)
+print("pairs", pairs.tolist(), "  tokens of these rows", (pairs // 2).tolist(), "  place", place.reshape(3, 2).tolist())
+assert pairs.tolist() == [1, 2, 3, 5, 0, 4] and place.tolist() == [4, 0, 1, 2, 5, 3]
+
+
+# %% [markdown]
+# The kernel adds in rank order, whatever the rows' order is.
 
 # %% tags=["export"]
 @kernel
@@ -715,7 +751,13 @@ print(f"of the full width {32 * expert_bytes / 1e6:.0f} MB a layer")  # claim fu
 print(f"    a token would read {32 * layers * expert_bytes / 1e9:.1f} GB")  # claim full token
 print(f"    at 7 GB/s {32 * layers * expert_bytes / 7e9:.1f} s")  # claim full seconds
 print(f"a layer's shared path {shared_bytes / 1e6:.0f} MB")
-print(f"into the latent and back {latent_bytes / 1e6:.0f} MB")  # claim latent
+print(f"into the latent and back {latent_bytes / 1e6:.0f} MB a layer, both matrices")  # claim latent
+print(f"    {latent_bytes * layers / 1e9:.1f} GB a token")  # claim latent token
+with_latent, without = layers * (16 * expert_bytes + latent_bytes), layers * 32 * expert_bytes
+print(f"experts and these matrices {with_latent / 1e9:.1f} GB a token")  # claim net
+print(f"    {1 - with_latent / without:.0%} less than in the full width")
+assert .3 < 1 - with_latent / without < .36  # claim third
+print(f"a token's trunk and experts, without the head: {(108_811_877_376 + 16 * layers * expert_bytes) / 1e9:.1f} GB")
 print(f"answers stored until the sum: {16 * 3584 * 4:,} bytes a token")
 
 # %% [markdown]
