@@ -515,7 +515,7 @@ print(f"at 40 GB: {trunk_first[8]:.0f} GB a token trunk first, {experts_first[8]
 #
 # ## Exercises
 #
-# The answers are in [exercises of part 5](../answers/05_streaming.ipynb).
+# Answers to 1 and 3: [exercises of part 5](../answers/05_streaming.ipynb).
 #
 # 1. Let 60% of the experts stay at every rank of the made-up trace. From which capacity on does LRU have hits, and why
 #    is it the same capacity as before?
