@@ -202,17 +202,18 @@ class Batch:
 # | field | meaning |
 # |---|---|
 # | `_order`, `_cyclic` | the blocks as they will be used; after the last one, does the order begin again? |
-# | `_next` | index in `_order` of the first block that nobody has begun |
+# | `_next` | index in `_order` of the first block that no job has begun |
 # | `_free` | buffers that hold nothing; the one used last is at the end and goes out first |
 # | `_ahead` | entries, in order, that are being or have been read before their batch is opened |
 # | `_batch` | the open batch, or None |
 # | `_reading`, `_working` | jobs under way that read ahead; that work or stream |
-# | `_idle` | readers that wait for a job and that nobody has woken |
+# | `_idle` | readers that wait for a job and that have not been woken |
 # | `_wake` | a queue of tokens: a reader without a job waits for one |
 # | `_sound` | no `restart` and no `map_blocks` is under way, and the last one has succeeded |
 # | `_closed` | the readers are to end |
 #
-# While nobody holds the lock, no `restart` is under way, and no batch was interrupted or has failed since the last one:
+# While no thread holds the lock, no `restart` is under way, and no batch was interrupted or has failed since the last
+# one:
 #
 # 1. **Buffers.** Each buffer of the pool is either in `_free` or in exactly one entry.
 # 2. **Entries.** Each entry is in exactly one place: in `_ahead`, in `_batch.entries`, or with the one job that works
