@@ -7,7 +7,7 @@
 # you can say which changes make machine code invalid, and show an edit after which numba's own cache gives a wrong
 # answer. You need this chapter when you change a kernel. Skip it on a first reading.
 #
-# > **Without it:** after an edit, numba's cache answers 20 where 1010 is right,<!--claim stale--> and no message tells.
+# > **Without it:** after an edit, numba's cache answers 20 where 1010 is right,<!--claim stale--> without a message.
 # >
 # > **With it:** every edit is seen,<!--claim seen--> and kernels that no edit concerns are not compiled again.
 #
@@ -19,8 +19,18 @@
 
 # %%
 import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
+
+from k3lib.config import read_config
+
+BOOK = next(p / "book" for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+sys.path.insert(0, str(BOOK))
+import schematics
+
+schematics.where(read_config(BOOK.parent / "fixtures/k3"), "kernels")
 
 # %% tags=["export"]
 import contextlib
