@@ -447,8 +447,8 @@ check_half_scales(lowered)
 # One look-up for each weight would cost sixteen loads for sixteen weights. Three methods decode sixteen codes at once.
 # All three give the same floats, so the result does not depend on which one a CPU uses.
 #
-# 1. **Arithmetic** works on any CPU. A code has a sign bit, two exponent bits and one mantissa bit $m$. From code 2 on,
-#    twice its magnitude is $2+m$, shifted left by the exponent minus 1.
+# 1. **Arithmetic** works on any CPU. A code has a sign bit, two exponent bits and one mantissa bit. From code 2 on,
+#    twice its magnitude is 2 plus the mantissa bit, shifted left by the exponent minus 1.
 # 2. **A byte shuffle** exists on x86 CPUs with SSSE3 and on every 64-bit Arm CPU. One register of 16 bytes holds the
 #    table, and the codes are the indices.
 # 3. **A float permutation** exists on CPUs with AVX-512. One register of sixteen floats holds the table, so the results
