@@ -302,12 +302,13 @@ class _Plain(_Rows):
 # rows: in each group of 32, first the even elements, then the odd ones. The products of one group then take three
 # instructions, and three roundings, in each lane $l$:
 #
-# $$a_l \leftarrow \mathrm{fma}\bigl(\mathrm{fma}(h_l, x_{2l+1}, \mathrm{mul}(g_l, x_{2l})),\; 2^{e-128},\; a_l\bigr),
-# \qquad g = 2 v_{\text{low}},\; h = 2 v_{\text{high}}$$
+# $$\text{sum}_l \leftarrow \mathrm{fma}\bigl(\mathrm{fma}(\text{high}_l,\, x_{2l+1},\,
+# \mathrm{mul}(\text{low}_l,\, x_{2l})),\; 2^{E-128},\; \text{sum}_l\bigr)$$
 #
-# Here $a_l$ is the accumulator of lane $l$, and $g$ and $h$ are twice the values of the low and the high nibbles. The
-# kernel applies the scale to the sum of a group and never to a single weight. So the largest scales do no harm even if
-# a single weight of that scale would be too large for float32.
+# Here $\text{sum}_l$ is the accumulator of lane $l$. $\text{low}_l$ and $\text{high}_l$ are twice the values of the low
+# and of the high nibble of byte $l$, and $2^{E-128}$ is half the scale of the group. The kernel applies the scale to
+# the sum of a group and never to a single weight. So the largest scales do no harm even if a single weight of that
+# scale would be too large for float32.
 #
 # Prefetching differs, too. A row of K3's experts has 1,792 bytes, so two rows lie in one memory page of 4 KB. The
 # prefetcher that is built into the CPU follows the accesses page by page, and four interleaved rows confuse it. So each
