@@ -7,8 +7,8 @@
 # still writes text. So this chapter gives no field a default if anything is computed from it. At the end you can turn
 # the file into 30 numbers on which the rest of the book relies, or refuse the file with one line that says why.
 #
-# > **Without it:** an engine that counts the layer lists from zero gives the wrong attention to 45 layers,<!--claim
-# > moved--> and nothing crashes.
+# > **Without it:** an engine that reads the layer lists from zero gives 45 layers the wrong kind,<!--claim moved--> and
+# > nothing crashes.
 # >
 # > **With it:** each field is read, or the file is refused with the field, the value found and the value expected.
 #
