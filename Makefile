@@ -1,6 +1,6 @@
 # On a bare machine with Python >= 3.11 and make:
 #   make lab       set up, then open the book's first page in JupyterLab
-#   make decode    set up, then run the last notebook on the embedded model
+#   make decode    set up, then run the last notebook on the small trained model: prompt, answer, cost
 #   make test      the check, pytest over tests/, nbval over every notebook; `make test-all`: every case of large grids
 #   make site      the book as static pages in out/site; `make site-test` tries them in headless Chromium
 # After editing:
@@ -27,7 +27,7 @@ lab: .venv/ready
 
 decode: .venv/ready
 	mkdir -p out
-	$(PY) book/show_run.py book/05_streaming/32_decode.ipynb out/32_decode.ipynb
+	$(PY) book/show_run.py book/05_streaming/34_decode.ipynb out/34_decode.ipynb
 
 test: .venv/ready check
 	$(PYTEST) $(NBVAL) tests book

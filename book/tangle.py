@@ -351,7 +351,8 @@ def execute(source):
     from nbclient import NotebookClient
 
     nb = notebook(source)
-    NotebookClient(nb, timeout=600, record_timing=False, resources={"metadata": {"path": source.parent}}).execute()
+    options = {"timeout": 600, "record_timing": False, "coalesce_streams": True}  # one text, however it was flushed
+    NotebookClient(nb, resources={"metadata": {"path": source.parent}}, **options).execute()
     nb.metadata = notebook(source).metadata
     write(source.with_suffix(".ipynb"), nbformat.writes(nb) + "\n")
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from k3lib.arguments import add_census, add_decode, add_pack, add_plan, add_synth, add_trace, add_verify, parsed
+from k3lib.arguments import parsed
 from k3lib.config import is_synthetic, read_config
 from k3lib.display import Display, OutputLost, ReaderLeft, complain, printable, progress_bar
 from k3lib.fileio import CheckpointError, K3Error, MissingFile, UsageError, whole_file
@@ -30,14 +30,12 @@ def _run(args, **options):
     """
     from k3lib.results import Results, check_outputs
     from k3lib.run import decode, quietly
-    from k3lib.sampling import Sampling
 
     files, written = options.pop("files"), args.show
     check_outputs(args.model, *files.values(), options.get("save_state"), read=[args.prompt_file])
     args.results = Results(**files, out=written)
-    draws = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
     options |= {name: getattr(args, name) for name in ("max_new_tokens", "ram", "trunk", "threads", "readers", "stop")}
-    options |= {"write": quietly if "-" in files.values() else written, "sampling": Sampling.parsed(**draws)}
+    options |= {"write": quietly if "-" in files.values() else written, "sampling": _sampling(args)}
     talk = _heeding_signals(args.talk)
     decode(args.model, args.ids, _prompt(args), show=talk, quiet=args.quiet, results=args.results, **options)
 
@@ -68,6 +66,34 @@ def _decode(args):
     files = {"logits": args.logits, "report": args.json, "events": args.jsonl}
     options = {name: getattr(args, name) for name in ("logprobs", "load_state", "save_state")}
     _run(args, files=files, cache=cache, **options)
+
+
+def _chat(args):
+    from k3lib.conversation import Conversation
+    from k3lib.engine import budget_argument
+    from k3lib.run import quietly, shown_load
+    from k3lib.talk import Talk
+    from k3lib.tokenizer import open_tokenizer
+
+    most, sampling = whole_number("max_new_tokens", args.max_new_tokens, 1, 1 << 20), _sampling(args)
+    given = {"system": args.system, "thinking": False if args.no_thinking else None, "effort": args.effort}
+    given = {name: value for name, value in given.items() if value is not None}
+    tokenizer = open_tokenizer(args.model, read_config(args.model))
+    if tokenizer is None:
+        raise UsageError(f"{args.model}: holds no tiktoken.model, so it cannot be talked to")
+    tokenizer.encode("")  # what the encoder takes is part of the plan: every turn needs it
+    options = {name: getattr(args, name) for name in ("context", "trunk", "threads", "readers")}
+    talk, ram = quietly if args.quiet else args.talk, budget_argument(args.ram)
+    with shown_load(args.model, talk, not args.quiet, ram=ram, **options) as model:
+        with Conversation(model, tokenizer, args.file, given, sampling, most) as conversation:
+            Talk(conversation, args.show, args.quiet).run()
+
+
+def _sampling(args):
+    from k3lib.sampling import Sampling
+
+    names = "temperature", "top_k", "top_p", "min_p", "seed"
+    return Sampling.parsed(**{name: getattr(args, name) for name in names})
 
 
 def _trace(args):
@@ -256,23 +282,15 @@ def _synth(args):
     args.show(str(made))
 
 
-_RESUMES = "after an interrupt, the same command goes on from there"
-COMMANDS: dict[str, tuple[Callable, Callable, str]] = {  # name: (its arguments, what runs, its line of help)
-    "decode": (add_decode, _decode, "greedy decoding of a prompt"),
-    "trace": (
-        add_trace,
-        _trace,
-        "record which experts a run requests; or replay such a trace in caches of all sizes",
-    ),
-    "plan": (add_plan, _plan, "what a budget would be spent on"),
-    "census": (add_census, _census, "count a checkpoint's tensors and bytes from its headers"),
-    "verify": (
-        add_verify,
-        _verify,
-        f"check every file: its header, its size, and its published hash; {_RESUMES}",
-    ),
-    "pack": (add_pack, _pack, f"copy the trunk, which is read for every token, to a faster disk; {_RESUMES}"),
-    "synth": (add_synth, _synth, "write a checkpoint of the released layout with made-up weights"),
+COMMANDS: dict[str, Callable] = {
+    "decode": _decode,
+    "chat": _chat,
+    "trace": _trace,
+    "plan": _plan,
+    "census": _census,
+    "verify": _verify,
+    "pack": _pack,
+    "synth": _synth,
 }
 
 
@@ -401,8 +419,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parsed(COMMANDS, argv)
     if args is None:
         return 0
-    if threading.current_thread() is not threading.main_thread():
-        return _main(args, args.run, [])
+    if threading.current_thread() is not threading.main_thread() or args.command == "chat":
+        return _main(args, args.run, [])  # a chat hears Ctrl-C itself, and what it has made is on the disk
     with _stopping(args) as received:
         return _main(args, _run_until_signal, received)
 

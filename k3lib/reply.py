@@ -247,8 +247,11 @@ def unread(tokenizer: Tokenizer, read: Sequence[int], wanted: Sequence[int]) -> 
     """(kept, ids): the first `kept` of the ids `read` stand, and then come `ids`, to have read the ids `wanted`.
 
     If kept is len(read), the sequence goes on as it is; else it must go back to `kept` positions or fewer. Text between
-    two control tokens may be spelled with other ids, if its bytes are the same. `ids` is empty if all has been read.
+    two control tokens may be spelled with other ids, if it is the same text. `ids` is empty if all has been read.
     """
+    def text(ids):
+        return tokenizer.decode(ids).decode("utf-8", "replace")
+
     def text_end(ids, at):
         "Where the text that begins at `at` ends: at the next control token."
         return next((i for i in range(at, len(ids)) if ids[i] >= tokenizer.ranks), len(ids))
@@ -260,7 +263,7 @@ def unread(tokenizer: Tokenizer, read: Sequence[int], wanted: Sequence[int]) -> 
             if read[i] != wanted[j]:
                 break
             i, j = i + 1, j + 1
-        elif read[i:a] == wanted[j:b] or tokenizer.decode(read[i:a]) == tokenizer.decode(wanted[j:b]):
+        elif read[i:a] == wanted[j:b] or text(read[i:a]) == text(wanted[j:b]):
             i, j = a, b
         else:
             same = next((n for n, (x, y) in enumerate(zip(read[i:a], wanted[j:b])) if x != y), min(a - i, b - j))

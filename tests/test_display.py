@@ -241,14 +241,21 @@ def test_a_signal_is_told_by_the_exit_code_where_nobody_listens(number, tmp_path
     assert run.returncode == 128 + number and json.loads((tmp_path / "r.json").read_text())["finished"] is False
 
 
-def test_an_executed_notebook_is_shown_in_any_encoding(tmp_path):
+def shown_notebook(folder, cells, env=PLAIN):
+    "What show_run.py does with a notebook of `cells`, (source, tags) each; and the notebook that it has executed."
     import nbformat
-    cell = nbformat.v4.new_code_cell(r"print('half: \ufffd, whole: \u4e16')")
-    notebook = nbformat.v4.new_notebook(cells=[cell])
+    made = [nbformat.v4.new_code_cell(source, metadata={"tags": tags}) for source, tags in cells]
+    notebook = nbformat.v4.new_notebook(cells=made)
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python", "language": "python"}
-    nbformat.write(notebook, tmp_path / "n.ipynb")
-    command = [sys.executable, ROOT / "book" / "show_run.py", tmp_path / "n.ipynb", tmp_path / "executed.ipynb"]
-    run = subprocess.run(command, capture_output=True, env={**PLAIN, "PYTHONIOENCODING": "latin-1"})
+    nbformat.write(notebook, folder / "n.ipynb")
+    command = [sys.executable, ROOT / "book" / "show_run.py", folder / "n.ipynb", folder / "executed.ipynb"]
+    run = subprocess.run(command, capture_output=True, env=env)
+    return run, nbformat.read(folder / "executed.ipynb", 4)
+
+
+def test_an_executed_notebook_is_shown_in_any_encoding(tmp_path):
+    cells = [(r"print('half: \ufffd, whole: \u4e16')", ["run"])]
+    run, _ = shown_notebook(tmp_path, cells, {**PLAIN, "PYTHONIOENCODING": "latin-1"})
     assert run.returncode == 0 and run.stdout.startswith(b"half: \\ufffd, whole: \\u4e16\n"), run.stderr
 
 
@@ -269,6 +276,15 @@ def test_a_progress_bar_never_shares_a_line_with_a_word(tmp_path):
     lines = [line.rpartition(b"\r")[2] for line in data.replace(b"\r\n", b"\n").split(b"\n")]
     assert text in lines, lines
     assert b"layer" not in data[data.index(text[:12]):]
+
+
+def test_of_a_notebook_only_the_run_is_shown_and_a_cell_that_fails_is_told_in_one_line(tmp_path):
+    cells = [("print('an experiment')", []), ("print('the answer')", ["run"]), ("raise SystemExit('no room')", ["run"]),
+             ("print('never')", ["run"])]
+    run, executed = shown_notebook(tmp_path, cells)
+    assert run.returncode == 1 and run.stderr.endswith(b"n.ipynb: a cell failed: no room\n"), run.stderr
+    assert run.stdout.startswith(b"the answer\n") and run.stdout.count(b"\n") == 3, run.stdout
+    assert [bool(cell.outputs) for cell in executed.cells] == [True, True, True, False]
 
 
 # The module

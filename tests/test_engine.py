@@ -197,6 +197,8 @@ def test_a_draw_depends_on_seed_position_and_logits_alone(model, tmp_path, stead
     assert drawn(sampling, chunk=2) == drawn(sampling, threads=1) == drawn(sampling, ram=least() + 1_500_000) == whole
     assert drawn(k3lib.Sampling(temperature=2.0, top_k=50, seed=8)) != whole != drawn(None)
     model.reset()
+    list(model.generate(MORE, 2, sampling=sampling))  # draws before are of no account
+    model.reset()
     assert list(model.generate(IDS, 3, sampling=sampling)) == whole[:3]
     model.save_state(tmp_path / "state")
     model.reset()

@@ -107,7 +107,7 @@ def run_with_signal_at(moment):
     sys.setprofile(None)
     return 99 if events <= moment else 98 if early and code == 0 else code
 
-cli.COMMANDS["census"] = cli.COMMANDS["census"][0], census, ""
+cli.COMMANDS["census"] = census
 moment, status = 0, None
 while status != 99:
     child = os.fork()

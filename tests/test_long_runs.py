@@ -61,6 +61,17 @@ def test_logits_of_a_long_run_take_no_memory(wide, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["l.npy", "r.json"]
 
 
+def test_draws_and_log_probabilities_take_no_memory(wide, tmp_path):
+    "What they need for 163,840 logits fits where the activations of a pass have been."
+    draws = "--temperature", 1, "--top-p", "0.9", "--logprobs", 20
+    code, _, error, peak = measured("decode", wide, "--ids", "1,2,3", "--max-new-tokens", 20, "--ram", "300MB", *draws,
+                                    "--json", tmp_path / "r.json")
+    assert code == 0, error
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert peak <= 1.02 * report["plan"]["total"] < 300e6, (peak, report["plan"])
+    assert len(report["logprobs"]) == 20 and all(len(told["top"]) == 20 for told in report["logprobs"])
+
+
 @pytest.mark.parametrize("text", ["words", pytest.param("symbols", marks=pytest.mark.large),
                                   pytest.param("no UTF-8", marks=pytest.mark.large)])
 def test_a_prompt_file_that_no_budget_holds_is_refused_in_bounded_memory(text, tmp_path):

@@ -1,4 +1,4 @@
-"""Small parameters of a chapter work, or are refused in words right after the cell that holds them.
+"""Small parameters of a chapter work, or are refused in words, and before the chapter's experiments.
 
 The chapters are run as papermill runs them: the parameters are set after that cell.
 """
@@ -39,3 +39,17 @@ def test_a_small_or_wrong_parameter_is_refused_in_words(monkeypatch, parameter, 
                 space[parameter], after = value, number
     assert after is not None and number == after + 1, f"refused in cell {number}, the parameters are in {after}"
     assert os.getcwd() == str(path.parent)
+
+
+def test_a_budget_that_is_refused_costs_no_experiment(monkeypatch):
+    path, cells = chapter_with("ram")
+    monkeypatch.chdir(path.parent)
+    matplotlib.use("agg")
+    space, begun = {"__name__": "__main__"}, []
+    with pytest.raises(SystemExit, match=r"^a budget of 1\.0 MB is [\d.]+ MB short: "):
+        for cell in cells:
+            begun.append(cell)
+            exec(compile(cell.source, str(path), "exec"), space)
+            if "parameters" in cell.metadata.get("tags", []):
+                space["ram"] = "1MB"
+    assert "run" in begun[-1].metadata.tags and len(begun) < 6, f"refused in cell {len(begun)} of {len(cells)}"

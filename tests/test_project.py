@@ -52,9 +52,10 @@ def test_dependencies_are_what_the_package_imports():
 
 
 def test_the_book_and_the_tests_import_what_is_declared():
-    by_jupyter = {"IPython", "jupyter_client", "nbclient", "nbformat", "schematics"}  # schematics: book/schematics.py
+    by_jupyter = {"IPython", "jupyter_client", "nbclient", "nbformat"}
+    own = {path.stem for folder in ("book", "fixtures/stories") for path in (ROOT / folder).glob("*.py")}
     found = imported([*(ROOT / "book").rglob("*.py"), *(ROOT / "tests").glob("*.py")])
-    assert found - by_jupyter <= names([*PROJECT["dependencies"], *EXTRAS["book"], *EXTRAS["site"]])
+    assert found - by_jupyter - own <= names([*PROJECT["dependencies"], *EXTRAS["book"], *EXTRAS["site"]])
 
 
 def test_packages_whose_private_interfaces_are_used_have_an_upper_bound():

@@ -166,16 +166,28 @@ def test_two_threads_save_states_to_one_file(tmp_path):
         [model.close() for model in models]
 
 
-PAPERMILL = """
+NBFORMAT = """
 import pathlib, time
-def execute_notebook(source, target, **options):
-    text = pathlib.Path(source).read_text()
-    pathlib.Path(target).write_text(text[:50])
+class Notebook:
+    cells = []
+def read(source, version):
+    notebook = Notebook()
+    notebook.text = pathlib.Path(source).read_text()
+    return notebook
+def write(notebook, target):
+    target.write_text(notebook.text[:50])
     pathlib.Path(f"{target}.begun").touch()
-    while len(list(pathlib.Path(target).parent.glob("*.begun"))) < 2:
+    while len(list(target.parent.glob("*.begun"))) < 2:
         time.sleep(0.01)
     with open(target, "a") as file:
-        file.write(text[50:])
+        file.write(notebook.text[50:])
+"""
+NBCLIENT = """
+class NotebookClient:
+    def __init__(self, notebook, **options):
+        pass
+    def execute(self):
+        pass
 """
 NOTEBOOK = """{"cells": [{"cell_type": "code", "id": "a", "execution_count": 1, "metadata": {}, "outputs": [
 {"output_type": "stream", "name": "stdout", "text": "said 42\\n"}], "source": ""}], "metadata": {}, "nbformat": 4,
@@ -185,8 +197,10 @@ NOTEBOOK = """{"cells": [{"cell_type": "code", "id": "a", "execution_count": 1, 
 def test_two_executions_of_one_notebook(tmp_path):
     "As two `make decode` do. Here both have written half of the notebook when either goes on."
     (tmp_path / "in.ipynb").write_text(NOTEBOOK)
-    (tmp_path / "fake").mkdir()
-    (tmp_path / "fake" / "papermill.py").write_text(PAPERMILL)
+    (tmp_path / "fake" / "nbclient").mkdir(parents=True)
+    (tmp_path / "fake" / "nbformat.py").write_text(NBFORMAT)
+    (tmp_path / "fake" / "nbclient" / "__init__.py").write_text(NBCLIENT)
+    (tmp_path / "fake" / "nbclient" / "exceptions.py").write_text("class CellExecutionError(Exception): pass")
     (tmp_path / "out").mkdir()
     command = [sys.executable, ROOT / "book" / "show_run.py", tmp_path / "in.ipynb", tmp_path / "out" / "out.ipynb"]
     env = os.environ | {"PYTHONPATH": str(tmp_path / "fake")}

@@ -94,10 +94,11 @@ assert (k3.attn_res_block_size, schematics.sources_of(k3)) == (12, 9)
 # The two cells after the next two are the complete model, in float64 and without any care for speed. They follow the
 # equations of the chapters. `x` has one row for each token, `T` is the number of tokens, and `H` is the width of the
 # stream. `W` holds the weights of one layer. The comments give shapes. The numbers come from the config of a small
-# model that has every part of K3.
+# model that has every part of K3. It was trained to read very short stories and to answer questions about them
+# (`fixtures/stories`).
 
 # %% tags=["parameters"]
-model = "oracle13"  # the small model to run: a folder of fixtures/
+model = "stories"  # the small model to run: a folder of fixtures/
 
 # %%
 import numpy as np
@@ -219,8 +220,9 @@ embedding, head = weights(EMBED), weights(HEAD)
 layers = [layer_weights(L) for L in range(config.num_hidden_layers)]
 
 # %% [markdown]
-# The fixture holds the logits that another implementation of the model, mlx-lm, computed for a prompt and for the
-# tokens after it. Ours must agree within the tolerance that the fixture's README gives for float64.
+# The fixture holds the logits that another implementation computed for a prompt and for the tokens after it: the JAX
+# code that trained this model. Ours must agree within the tolerance that the fixture's README gives. (`oracle13`, the
+# other small model, has random weights; its logits are mlx-lm's.)
 
 # %%
 expected = load_file(folder.parent / "expected.safetensors")
@@ -229,12 +231,12 @@ logits = forward(prompt + answer)
 difference = np.abs(logits - expected["logits_full"]).max()
 print(f"{logits.shape[0]} positions, {logits.shape[1]} logits each")
 print(f"largest difference from the fixture: {difference:.1e}")
-assert difference < 4e-3
+assert difference < {"stories": 3e-4, "oracle13": 4e-3}[model]
 
 # %% [markdown]
 # Now the model writes. It gets the prompt, and every new id is the one with the largest logit. The tokens become text
-# again through the model's vocabulary. In `oracle13` the weights are random numbers, so its text means nothing: the
-# ids are right if they are those of the fixture.
+# again through the model's vocabulary; `[EOS]` ends an answer. No story of its training had Tom with a cup, Tom in the
+# hall, or a white cup. So the answer comes from the story, not from memory.
 
 # %%
 ids = list(prompt)
@@ -312,7 +314,7 @@ assert counted == published and f"{parameters / 1e12:.2f}" == "2.78"
 # | what an expert computes | [4.2 Latent experts](../04_moe_router/02_moe.ipynb) |
 # | how the forward pass runs fast, in float32, with the same bits everywhere | [5.8 Ninety-three layers](../05_streaming/08_model.ipynb) |
 # | how the weights come from a disk | [5.9 Past the page cache](../05_streaming/09_disk.ipynb) and the chapters after it |
-# | what a gigabyte of memory buys | [5.32 The dial](../05_streaming/32_decode.ipynb) |
+# | what a gigabyte of memory buys | [5.34 The dial](../05_streaming/34_decode.ipynb) |
 #
 # The chapters can be read in this order. Each one can also be opened and run alone.
 #

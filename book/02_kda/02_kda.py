@@ -1099,6 +1099,114 @@ for name, floats in (("keys and values", 96 * 256), ("latent", 576)):
 print(f"    7 GB/s read the keys and values of a million in {layers * 96 * 256 * 4e6 / 7e9:,.0f} s")  # claim seconds
 
 # %% [markdown]
+# ## 2.2.12 What a trained state remembers
+#
+# `fixtures/stories` is a K3 of nine layers that was trained to read very short stories and to answer questions about
+# them. Six of its layers are KDA, with four heads of 32 channels each. How fast does each channel forget? Its
+# half-life is the number of words after which half of what it holds is left, if nothing new is written.
+
+# %%
+import copy
+import sys
+
+sys.path.insert(0, str(ROOT / "book"))
+import learned
+
+reader = learned.Reader()
+readings = [reader.read(text) for text in learned.held_out_texts(1, 5)]
+half_life = {L: np.log(.5) / np.log(np.concatenate([reading.kda[L].alpha for reading in readings])).mean(0)
+             for L in readings[0].kda}  # [heads, channels] of each layer
+story_length = np.mean([len(reading.tokens) for reading in readings])
+
+# %% [markdown]
+# Now the model reads a story. Just before the question comes, some channels of all its states are set to zero: those
+# with a half-life below six words, which is a sentence, or all others.
+
+# %%
+slow = {L: life >= 6 for L, life in half_life.items()}
+lost = {"none": {}, "fast": {L: ~channels for L, channels in slow.items()}, "slow": slow}
+right = {name: reader.accuracy(learned.Forgetful(reader.memory, channels), 10) for name, channels in lost.items()}
+few, many = (sum(int(channels.sum()) for channels in lost[name].values()) for name in ("slow", "fast"))
+assert many > 2 * few
+for kind, share in right["none"].items():
+    assert right["fast"][kind] > share - .15 and right["slow"][kind] < share - .3
+
+# %%
+fig, (left, middle) = plt.subplots(1, 2, figsize=(9, 3.2))
+for L, life in half_life.items():
+    left.semilogy(np.sort(life.ravel()), label=f"layer {L}")
+left.axhline(6, ls="--", lw=.8, color="0.4")
+left.axhline(story_length, ls=":", lw=.8, color="0.4")
+left.set(xlabel="channels of a layer, sorted", ylabel="half-life (words)", ylim=(.1, 1e4),
+         title=f"{many} of {few + many} channels lose half within a sentence")
+left.legend(ncol=2)
+for i, (name, share) in enumerate(right.items()):
+    label = {"none": "nothing lost", "fast": f"{many} fast channels lost", "slow": f"{few} slow channels lost"}[name]
+    middle.bar(np.arange(4) + .26 * (i - 1), [100 * x for x in share.values()], .24, label=label)
+middle.set(xticks=range(4), xticklabels=share, ylabel="right answers (%)", ylim=(0, 150),
+           title="What the answers need stands in the slow channels")
+middle.legend()
+plt.show()
+
+# %% [markdown]
+# In which head does a fact stand? "Mia has the white cup. ... Mia gave the cup to Tom." overwrites who has the cup. We
+# let the model read the whole story, put the state of one head back to what it was before the last sentence, and ask.
+# Everything else stays as it is: the other 23 heads, the convolutions, the caches of MLA.
+
+# %%
+back = np.zeros((len(half_life), 4))
+cases = learned.gifts(1, 16)
+for case in cases:
+    before, after = reader.after(case.before), reader.after(case.before + case.sentence)
+    for i, L in enumerate(half_life):
+        for h in range(4):
+            undone = copy.deepcopy(after)
+            undone.layers[L].S[h] = before.layers[L].S[h]
+            words = reader.next_word(undone, case.question)
+            back[i, h] += (max(words, key=words.get) == case.old) / len(cases)
+i, h = np.unravel_index(back.argmax(), back.shape)
+L = list(half_life)[i]
+assert back[i, h] > .8 and np.delete(back.ravel(), 4 * i + h).max() < .3
+
+# %% [markdown]
+# The same for one story, word by word: the state of this head is put back to what it was after each word of the story,
+# and the question is asked.
+
+# %%
+story = "Mia has the white cup. Tom has the blue box. Mia gave the cup to Tom."
+ids = reader.tokenizer.encode(story)
+after, told = reader.after(story), {" Mia": [], " Tom": []}
+for n in range(1, len(ids) + 1):
+    undone = copy.deepcopy(after)
+    undone.layers[L].S[h] = reader.after(reader.tokenizer.decode(ids[:n]).decode()).layers[L].S[h]
+    words = reader.next_word(undone, " Who has the cup?")
+    for name in told:
+        told[name].append(words[name])
+assert told[" Mia"][4] > .9 and told[" Tom"][-1] > .9  # after "cup", after the last word
+
+# %%
+fig, (left, right_) = plt.subplots(1, 2, figsize=(9, 3.2), width_ratios=[1, 2])
+image = left.imshow(100 * back, vmin=0, vmax=100, aspect="auto")
+left.set(xlabel="head", ylabel="layer", xticks=range(4), yticks=range(len(half_life)), yticklabels=half_life,
+         title=f"Head {h} of layer {L} holds who has it")
+fig.colorbar(image, ax=left, label="old answers (%)")
+for name, share in told.items():
+    right_.plot(share, "o-", ms=3, label=name)
+right_.set_xticks(range(len(ids)), [reader.tokenizer.token(i).decode().strip() for i in ids], rotation=90)
+right_.set(xlabel="word after which the head's state is taken", ylabel="probability of the answer", ylim=(-.05, 1.25),
+           title='Who has the cup? The answer follows the state of this head')
+right_.legend(ncol=2)
+plt.show()
+
+# %% [markdown]
+# What each part of the layer is worth to this model: `python fixtures/stories/listen.py --broken` makes one thing wrong
+# at a time and counts right answers.
+
+# %%
+print(learned.what_breaks("no decay", "no delta correction", "write strength 1", "no KDA gate", "KDA: gate before norm",
+                          "convolution taps reversed", "KDA state not carried", "no KDA layers"))
+
+# %% [markdown]
 # ## Summary
 #
 # - Fade by key channel, recall, write the *error*: a new value replaces the old one under its key, and the memory stays

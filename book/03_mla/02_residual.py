@@ -588,6 +588,47 @@ for name, version, _ in versions:
           f"{np.median(times) * 186e3:6.1f} ms for the 186 of a token, at most")
 
 # %% [markdown]
+# ## 3.2.9 What a trained model reads at which depth
+#
+# At the start of the training every mix is even, because its query is zero. `fixtures/stories` is a K3 of nine layers
+# in blocks of four, trained to answer questions about very short stories. Below are the weights that it has learned,
+# averaged over all words of 40 stories. A half-layer is attention (a) or feed-forward (f).
+
+# %%
+import sys
+
+sys.path.insert(0, str(ROOT / "book"))
+import learned
+
+reader = learned.Reader()
+readings = [reader.read(text) for text in learned.held_out_texts(1, 10)]
+columns = ["embedding", "0-3", "4-7", "8"]
+learned_mix = np.full((len(readings[0].mixes), 4), np.nan)
+for i in range(len(learned_mix)):
+    each = np.concatenate([reading.mixes[i] for reading in readings], axis=1).mean(1)  # the last one is the running sum
+    learned_mix[i, :len(each)] = each
+assert np.allclose(np.nansum(learned_mix, 1), 1, atol=1e-5)
+assert (learned_mix[7:17:2, 0] > learned_mix[8:17:2, 0]).all()  # attention, feed-forward of layers 4 to 8
+
+# %%
+fig, ax = plt.subplots(figsize=(6, 4))
+image = ax.imshow(learned_mix, vmin=0, vmax=1, aspect="auto")
+labels = ["0 f", *(f"{L} {half}" for L in range(1, 9) for half in "af"), "head"]
+ax.set(xticks=range(4), xticklabels=columns, yticks=range(len(labels)), yticklabels=labels,
+       xlabel="source: the embedding, or a sum of these layers", ylabel="mix before half-layer",
+       title="From layer 4 on, attention reads more of the embedding than feed-forward")
+fig.colorbar(image, label="mean weight")
+plt.show()
+
+# %% [markdown]
+# What the mixes are worth to this model: `python fixtures/stories/listen.py --broken` makes one thing wrong at a time
+# and counts right answers.
+
+# %%
+print(learned.what_breaks("residual: a plain sum", "residual: an even mix", "residual: values normed",
+                          "residual: sum not cleared", "residual: last mix missing"))
+
+# %% [markdown]
 # ## Summary
 #
 # - A plain sum gives each earlier result a share that shrinks with depth and that no layer can change. A mix keeps the

@@ -623,10 +623,10 @@ plt.show()
 #
 # A prompt may be cut into chunks of any size: the logits are the same bytes, because each output is one row's dot
 # product in a fixed order, and each sum over positions, keys, ranks and sources is taken in the order of its index.
-# That the same holds for weights that come from a disk at any budget is for chapters [5.26] and [5.32] to show.
+# That the same holds for weights that come from a disk at any budget is for chapters [5.26] and [5.34] to show.
 #
 # [5.26]: 26_engine.ipynb
-# [5.32]: 32_decode.ipynb
+# [5.34]: 34_decode.ipynb
 
 # %%
 def in_chunks(size, ids=ids[:16]):

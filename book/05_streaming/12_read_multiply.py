@@ -404,7 +404,7 @@ shutil.rmtree(scratch)
 # | a step of K3's width, five layers, 600 MB | 0.6 s | 1.3 to 1.6 | 1.1 to 1.3 | 1.9 to 2.0 |
 #
 # *Five runs of `python tests/bench_reads.py --rounds 61` and two with `--model DIR --ram 600MB` on the model of
-# [5.32.2], nearly all of it holes; two cores that had other work too, so ranges. Times are multiples of the compiled
+# [5.34.3], nearly all of it holes; two cores that had other work too, so ranges. Times are multiples of the compiled
 # loop's.*
 #
 # For a disk of 3 or 7 GB/s the compiled loop saves no time: the disk takes the time, and Python takes 1.2 to 1.6 times
@@ -437,4 +437,4 @@ shutil.rmtree(scratch)
 #
 # Next: [5.13 The trunk: rows that arrive](13_trunk.ipynb).
 #
-# [5.32.2]: 32_decode.ipynb#5.32.2-One-token,-layer-by-layer
+# [5.34.3]: 34_decode.ipynb#5.34.3-One-token,-layer-by-layer

@@ -430,15 +430,19 @@ for label, text in odd.items():
 #
 # One thing must not break this. A model may spell a word with other tokens than the encoder would: `th` and `e` for
 # `the`. The conversation is the same, and the sequence has read the model's spelling. So ids are compared between
-# control tokens, and there equal bytes are enough.
+# control tokens, and there equal text is enough. Bytes that are no UTF-8, as those of half a character at which a reply
+# was stopped, are U+FFFD in the text.
 
 # %% tags=["export"]
 def unread(tokenizer: Tokenizer, read: Sequence[int], wanted: Sequence[int]) -> tuple[int, list[int]]:
     """(kept, ids): the first `kept` of the ids `read` stand, and then come `ids`, to have read the ids `wanted`.
 
     If kept is len(read), the sequence goes on as it is; else it must go back to `kept` positions or fewer. Text between
-    two control tokens may be spelled with other ids, if its bytes are the same. `ids` is empty if all has been read.
+    two control tokens may be spelled with other ids, if it is the same text. `ids` is empty if all has been read.
     """
+    def text(ids):
+        return tokenizer.decode(ids).decode("utf-8", "replace")
+
     def text_end(ids, at):
         "Where the text that begins at `at` ends: at the next control token."
         return next((i for i in range(at, len(ids)) if ids[i] >= tokenizer.ranks), len(ids))
@@ -450,7 +454,7 @@ def unread(tokenizer: Tokenizer, read: Sequence[int], wanted: Sequence[int]) -> 
             if read[i] != wanted[j]:
                 break
             i, j = i + 1, j + 1
-        elif read[i:a] == wanted[j:b] or tokenizer.decode(read[i:a]) == tokenizer.decode(wanted[j:b]):
+        elif read[i:a] == wanted[j:b] or text(read[i:a]) == text(wanted[j:b]):
             i, j = a, b
         else:
             same = next((n for n, (x, y) in enumerate(zip(read[i:a], wanted[j:b])) if x != y), min(a - i, b - j))
@@ -497,7 +501,7 @@ assert spelled != read and unread(t, spelled, [*read, 5]) == (len(spelled), [5])
 # | thinking is switched off: earlier thinking is dropped | up to the first reply |
 # | tool choice, response format: they stand behind the messages, and the next turn's stand behind the reply | up to the notice |
 # | a client sends the reply back without its thinking | up to that thinking |
-# | the reply was odd, cut, blank in its thinking, not UTF-8, or has JSON in another layout, as 1.50 | up to the oddity |
+# | the reply was odd, cut, blank in its thinking, or has JSON in another layout, as 1.50 | up to the oddity |
 
 # %%
 def kept_after(read, messages, **options):
@@ -640,8 +644,8 @@ assert "".join(shown) == "a🙂 EN. " and stream.ended == "stop_text" and stream
 # - The parser keeps a list of open elements and takes one id at a time. From ids it knows a control token from its
 #   spelling; from text it cannot.
 # - What is odd is read in the one way that loses no word, and named. A call that was cut off is not made.
-# - Rendering is prefix-stable except in five stated cases, so a turn reads only what is new. Bytes between control
-#   tokens decide, not how they were spelled with ids.
+# - Rendering is prefix-stable except in five stated cases, so a turn reads only what is new. The text between control
+#   tokens decides, not how they were spelled with ids.
 #
 # ## Exercises
 #

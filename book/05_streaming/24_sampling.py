@@ -540,10 +540,10 @@ assert abs(np.exp(log_probabilities(z12)).sum() - 1) < 1e-15
 # ## 5.24.6 The same everywhere
 #
 # Threads, budgets and chunks of the prompt cannot change a draw, because they cannot change a bit of the logits
-# (chapter [5.32]), and position and seed are integers. One thread computes the draw from these, without a reduction
+# (chapter [5.34]), and position and seed are integers. One thread computes the draw from these, without a reduction
 # whose order could vary. A digest of 300 draws is written down here. Another CPU, or another NumPy, must give the same.
 #
-# [5.32]: 32_decode.ipynb
+# [5.34]: 34_decode.ipynb
 
 # %%
 import hashlib

@@ -10,7 +10,7 @@
 #
 # [5.30 Results on the disk before the run has ended](30_results.ipynb) ·
 # [contents](../README.md) ·
-# [5.32 The dial: one model, any budget](32_decode.ipynb)
+# [5.32 A conversation that goes on tomorrow](32_conversation.ipynb)
 #
 # [5.18]: 18_plan.ipynb
 # [5.21]: 21_tokenizer.ipynb
@@ -534,4 +534,4 @@ with tempfile.TemporaryDirectory() as scratch:
 #    both runs together?
 # 2. Interrupt a run while it writes its report. Is `finished` true in the report that is found?
 #
-# Next: [5.32 The dial: one model, any budget](32_decode.ipynb).
+# Next: [5.34 The dial: one model, any budget](34_decode.ipynb).

@@ -1,33 +1,35 @@
 # %% [markdown]
-# # 5.32 The dial: one model, any budget
+# # 5.34 The dial: one model, any budget
 #
 # Everything that the book has derived meets here: a budget in bytes becomes a plan, the plan becomes a model, the model
 # decodes greedily, and the report says what that cost. At the end you can run a model of any size on this machine, and
 # you know what the budget changes, the bytes that are read for a token, and what it never changes: a bit of the answer.
+# `make decode` executes this notebook and shows the first section's output.
 #
 # Needs the whole book; uses what chapters [5.18] to [5.31] made. Runs in under a minute.
 #
-# [5.31 One whole run](31_run.ipynb) ·
+# [5.33 A terminal to talk in](33_talk.ipynb) ·
 # [contents](../README.md)
 #
 # Run it in batch with other parameters, from any folder:
 #
-#     papermill book/05_streaming/32_decode.ipynb out.ipynb -p model_dir DIR -p ram 8GB \
+#     papermill book/05_streaming/34_decode.ipynb out.ipynb -p model_dir DIR -p ram 8GB \
 #         -p ids "1,2,3" -p max_new_tokens 8
 #
 # [5.18]: 18_plan.ipynb
 # [5.31]: 31_run.ipynb
 
 # %% tags=["parameters"]
-model_dir = ""  # a checkpoint's folder; empty: the embedded 13-layer model
+model_dir = ""  # a checkpoint's folder; empty: the small trained model, fixtures/stories
 ram = "1GB"  # most memory to use: 8GB is 8e9 bytes, 8GiB is 2^33
 trunk = ""  # a folder that `k3 pack` has filled; empty: everything is read from model_dir
 ids = ""  # the prompt as token ids, "1,2,3" ...
-prompt = ""  # ... or as text; both empty: the twelve ids the embedded model's expected output belongs to
+prompt = ""  # ... or as text; both empty: a story with a question
 max_new_tokens = 20
 threads = 0  # arithmetic threads; 0: all cores
 
 # %%
+import codecs
 import json
 import math
 import os
@@ -47,7 +49,7 @@ from k3lib.cli import pack_trunk
 from k3lib.config import read_config
 from k3lib.fileio import CheckpointError
 from k3lib.header import ITEMSIZE
-from k3lib.memory import shown_size
+from k3lib.memory import parse_size, shown_size
 from k3lib.plan import PlanError
 from k3lib.synth import synth
 from k3lib.tensors import EMBED, HEAD, expert_name, layer_of, part_of, tensor_name, text_tensors
@@ -59,12 +61,118 @@ ORACLE = ROOT / "fixtures" / "oracle13"
 EXPECTED = json.loads((ORACLE / "expected.json").read_text())
 K3 = read_config(ROOT / "fixtures" / "k3")
 
+# %% [markdown]
+# ## 5.34.1 The run
+#
+# The run is a process of its own, so its budget and its peak do not include this notebook's kernel with its plotting
+# library. It comes before all experiments: a budget that is too small is refused at once.
+#
+# Without parameters, the model is the small K3 of `fixtures/stories`. It has K3's layers and the release's file layout,
+# and it was trained to read very short stories. No story of its training had Tom with a cup, Tom in the hall, or a
+# white cup.
+
+# %%
+STORIES = ROOT / "fixtures" / "stories"
+STORY = ("Mia has the white cup. Tom has the blue box. Mia is in the garden. Tom is in the hall. "
+         "Mia gave the cup to Tom. Where is the cup?")
+PROGRAM = """
+import json, sys
+from k3lib import K3Error, Tokenizer, load
+
+folder, ids, prompt, new, options, record = json.loads(sys.argv[1])
+try:
+    ids = ids or Tokenizer(folder).encode(prompt)
+    with load(folder, context=len(ids) + new, prompt_tokens=len(ids), **options) as model:
+        stream = model.tokenizer and model.tokenizer.stream()
+        for token in model.generate(ids, new):
+            if token not in model.stop:
+                print(stream.feed(token) if stream else f" {token}", end="", flush=True)
+        shown = f"{model.plan.text()}\\n{model.report.text()}"
+        with open(record, "w", encoding="utf-8") as file:
+            json.dump({**model.report.as_dict(), "shown": shown}, file)
+except K3Error as error:
+    sys.exit(str(error))
+"""
+
+
+def decode(folder, record):
+    "Decode in another process and print the text as it comes. Returns the text, and the report from the file `record`."
+    options = {"ram": ram} | {name: value for name, value in (("trunk", trunk), ("threads", threads)) if value}
+    numbers = [int(word) for word in str(ids).split(",")] if ids else None
+    given = json.dumps([folder, numbers, prompt, max_new_tokens, options, str(record)])
+    text, pieces = "", codecs.getincrementaldecoder("utf-8")("backslashreplace")
+    with open(record.with_suffix(".errors"), "w+", encoding="utf-8", errors="backslashreplace") as errors:
+        with subprocess.Popen([sys.executable, "-c", PROGRAM, given], stdout=subprocess.PIPE, stderr=errors,
+                              env={**os.environ, "PYTHONIOENCODING": "utf-8"}) as run:
+            while block := run.stdout.read1():
+                text += (piece := pieces.decode(block))
+                print(piece, end="", flush=True)
+        if run.returncode:
+            errors.seek(0)
+            raise SystemExit(errors.read().strip())
+    return text, json.loads(record.read_text(encoding="utf-8"))
+
+
+def described(folder):
+    "One line about the model in `folder`."
+    config = read_config(folder)
+    with Checkpoint(folder) as checkpoint:
+        millions = checkpoint.census().parameters / 1e6
+    size = f"{millions:.1f} million" if millions < 1000 else f"{millions / 1000:,.0f} billion"
+    trained = ", trained to answer questions about very short stories" * (Path(folder).resolve() == STORIES / "model")
+    return f"{config.num_hidden_layers} layers, {size} parameters{trained}"
+
+
+# %% tags=["nbval-ignore-output", "run"]
+folder = model_dir or os.path.relpath(STORIES / "model")
+if not ids and not prompt:
+    prompt = STORY
+print(f"model   {folder}: {described(folder)}")
+print(f"prompt  {prompt or ids}\nanswer ", end="", flush=True)
+with tempfile.TemporaryDirectory() as scratch:
+    text, report = decode(folder, Path(scratch, "report"))
+first, *others = report["step_seconds"]
+print(f"""
+
+memory  {shown_size(report["peak_rss_bytes"])} at most, of the {shown_size(parse_size(ram))} that were allowed
+time    {first:.2f} s to the first token, then {np.median(others or [0]):.3f} s a token
+read    {shown_size(sum(report["bytes_read"].values()))} of weights""")
 
 # %% [markdown]
-# ## 5.32.1 Three budgets, the same bytes
+# The answer is the same on every machine and at every budget. That of the small model rests on two sentences of the
+# story: who has the cup now, and where that person is.
+
+# %%
+if not model_dir and prompt == STORY:
+    assert text == " In the hall."
+
+# %% [markdown]
+# The plan was made before anything large was allocated, the report after the last token. `k3 decode` shows both.
+
+# %% tags=["nbval-ignore-output"]
+print(report["shown"].replace(f"{Path.cwd()}{os.sep}", ""))  # the report has the whole path
+
+# %% tags=["nbval-ignore-output"]
+PARTS = {"trunk": "C0", "experts": "C2", "other": "C4"}
+fig, (left, middle, right) = plt.subplots(1, 3, figsize=(10, 3), width_ratios=[1, 1, 0.8])
+left.bar(range(1, len(report["step_seconds"]) + 1), report["step_seconds"])
+left.set(xlabel="generated token", ylabel="seconds", title="The first step reads the prompt")
+parts = report["plan"]["parts"]
+middle.barh([k.split(",")[0] for k in parts], [v / 1e6 for v in parts.values()], color="C5")
+middle.set(xlabel="planned memory, MB", title="Where the budget goes")
+middle.invert_yaxis()
+read = report["bytes_read"]
+right.bar(read.keys(), [n / 1e6 for n in read.values()], color=[PARTS[part] for part in read])
+right.set(ylabel="MB read in the whole run", title="What was read")
+plt.show()
+
+
+# %% [markdown]
+# ## 5.34.2 Three budgets, the same bytes
 #
-# Just above the smallest budget most of the trunk streams. Two megabytes more pin most of it. With a hundred more, all
-# of it is pinned and read only once. The logits of all steps are compared as bytes.
+# From here on the model is `fixtures/oracle13`: thirteen layers of random weights, whose logits another implementation
+# of K3 has computed. Just above the smallest budget most of the trunk streams. Two megabytes more pin most of it. With
+# a hundred more, all of it is pinned and read only once. The logits of all steps are compared as bytes.
 
 # %%
 def floor():
@@ -104,17 +212,15 @@ with tempfile.TemporaryDirectory() as scratch:
 assert packed[0] == runs[0][0] and packed[1] == runs[0][1]
 print("packed,", done.partition(": ")[2].partition(" on disk")[0].rpartition(",")[0] + ":", "the same logits: True")
 
+
 # %% [markdown]
-# ## 5.32.2 One token, layer by layer
+# ## 5.34.3 One token, layer by layer
 #
 # A model large enough to watch: five layers of the released width with 64 experts each (5.28), 16.6 GB of tensors in
 # 600 MB of memory. `on_layer` is called at the end of each layer. There the clock, the seconds of waiting and the bytes
 # read so far are noted, and their differences are what each layer took.
 
 # %%
-PARTS = {"trunk": "C0", "experts": "C2", "other": "C4"}
-
-
 def one_step(folder, ram, ids):
     "Of the step after the prompt `ids`: a row {quantity: amount} for each layer and for the head, and the config."
     with load(folder, ram=ram, context=len(ids) + 1) as model:
@@ -164,7 +270,7 @@ plt.show()
 # by the cores. Most bytes of this checkpoint are holes, which the system fills with zeros: reading them takes processor
 # time here, where a disk would let the processor wait.
 #
-# ## 5.32.3 What streams, what stays, and what that costs
+# ## 5.34.4 What streams, what stays, and what that costs
 #
 # The full shape, all 93 layers and 896 experts, decoded from a synthetic checkpoint at five budgets. `make scale`
 # measures these figures and writes them to `fixtures/measured/scale.json`. If you run it, this section shows your
@@ -254,7 +360,7 @@ print("read for a token at the lowest budget:", ", ".join(f"{part} {shown_size(n
 
 
 # %% [markdown]
-# ## 5.32.4 What can go wrong between the disk and the answer
+# ## 5.34.5 What can go wrong between the disk and the answer
 #
 # A checkpoint is 1.56 TB, and any byte of it can be damaged in the download, on the disk or on the way from it. Three
 # damages, on a copy of the embedded model. The first is a file that ends early. Header and file size must agree for
@@ -365,54 +471,6 @@ with tempfile.TemporaryDirectory() as scratch:
     except CheckpointError as error:
         print(said(error, scratch).partition(" sha256")[0], "damaged")
     other.close()
-
-# %% [markdown]
-# ## 5.32.5 The run
-#
-# The run is `k3 decode` in a process of its own. So its budget and its peak do not include this notebook's kernel with
-# its plotting library. What it shows is read as UTF-8, whatever the locale says. Its report is read before that is
-# shown.
-
-# %% tags=["nbval-ignore-output", "run"]
-folder = model_dir or os.path.relpath(ORACLE / "model")
-if not ids and not prompt:
-    ids = ",".join(map(str, EXPECTED["prompt_ids"]))
-with tempfile.TemporaryDirectory() as scratch:
-    record = Path(scratch) / "report.json"
-    command = [sys.executable, "-m", "k3lib", "decode", folder, "--ram", str(ram),
-               "--max-new-tokens", str(max_new_tokens), "--json", str(record)]
-    given = {"--threads": threads, "--trunk": trunk, "--ids": ids, "--prompt": prompt}
-    command += [word for option, value in given.items() if value not in (0, "") for word in (option, str(value))]
-    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8",
-                         errors="backslashreplace", env={**os.environ, "PYTHONIOENCODING": "utf-8"})
-    report = json.loads(record.read_text()) if record.exists() else None
-    print(run.stdout.replace(f"{Path.cwd()}{os.sep}", ""), end="")  # the report has the whole path
-    if run.returncode:
-        raise SystemExit(run.stdout.strip().rpartition("\n")[2])
-
-# %% [markdown]
-# The answer: the same ids on every machine and at every budget. Those of the embedded model are compared with the
-# twenty ids that another implementation has computed.
-
-# %%
-print("ids", report["ids"])
-if not model_dir and str(ids) == ",".join(map(str, EXPECTED["prompt_ids"])):
-    n = len(report["ids"])
-    assert report["ids"] == EXPECTED["generated_ids"][:n]
-    print(f"equal to the first {n} ids of the fixture: True")
-
-# %% tags=["nbval-ignore-output"]
-fig, (left, middle, right) = plt.subplots(1, 3, figsize=(10, 3), width_ratios=[1, 1, 0.8])
-left.bar(range(1, len(report["step_seconds"]) + 1), report["step_seconds"])
-left.set(xlabel="generated token", ylabel="seconds", title="The first step reads the prompt")
-parts = report["plan"]["parts"]
-middle.barh([k.split(",")[0] for k in parts], [v / 1e6 for v in parts.values()], color="C5")
-middle.set(xlabel="planned memory, MB", title="Where the budget goes")
-middle.invert_yaxis()
-read = report["bytes_read"]
-right.bar(read.keys(), [n / 1e6 for n in read.values()], color=[PARTS[part] for part in read])
-right.set(ylabel="MB read in the whole run", title="What was read")
-plt.show()
 
 # %% [markdown]
 # ## Summary
