@@ -403,11 +403,10 @@ assert lru[1] == 0 and lru[2] > 0.5
 # ## 5.16, 2. Scales with each unit
 
 # %%
-from k3lib.disk import page_padded
 from k3lib.read_multiply import unit_rows
 
-together = apart = rows_read = extra = 0
-for n, row, scale_row in ((3072, 1792, 112), (3584, 1536, 96), (3072, 1792, 112)):
+together = apart = extra = 0
+for n, row in ((3072, 1792), (3584, 1536), (3072, 1792)):
     units = -(-n // unit_rows(row))
     together, apart = together + units + 1, apart + 2 * units
     extra += (units - 1) * 2 * 4096
