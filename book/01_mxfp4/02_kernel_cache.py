@@ -1,10 +1,15 @@
 # %% [markdown]
 # # 1.2 Kernels: compiled once, never stale
 #
-# The arithmetic of this book is written in Python and compiled to machine code by numba. Compiling takes about a minute
-# for the whole package, so the machine code is kept on disk. At the end of this chapter you can say when kept machine
-# code is still valid, and show an edit after which numba's own cache gives a wrong answer. You need it when you change
-# a kernel; skip it on a first reading.
+# The arithmetic of this book is written in Python, and numba compiles it to machine code. Compiling takes about a
+# minute for the whole package. So the machine code is kept on disk, and the next process loads it. Kept machine code is
+# wrong as soon as one of the sources it was made from changes, and then it must not be used. At the end of this chapter
+# you can say which changes make machine code invalid, and show an edit after which numba's own cache gives a wrong
+# answer. You need this chapter when you change a kernel. Skip it on a first reading.
+#
+# > **Without it:** after an edit, numba's cache answers 20 where 1010 is right,<!--claim stale--> without a message.
+# >
+# > **With it:** every edit is seen,<!--claim seen--> and kernels that no edit concerns are not compiled again.
 #
 # Needs only Python. Runs in a minute. Makes `k3lib.kernel_cache`.
 #
@@ -14,8 +19,18 @@
 
 # %%
 import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
+
+from k3lib.config import read_config
+
+BOOK = next(p / "book" for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+sys.path.insert(0, str(BOOK))
+import schematics
+
+schematics.where(read_config(BOOK.parent / "fixtures/k3"), "kernels")
 
 # %% tags=["export"]
 import contextlib
@@ -57,8 +72,8 @@ from numba.extending import is_jitted
 #
 # ## 1.2.1 What compiling costs
 #
-# A kernel is compiled at its first call. This one has three lines; the book's kernels have thirty and take a second
-# each.
+# A kernel is compiled when it is called for the first time. The kernel below has three lines. The larger kernels of the
+# book have about thirty, and each takes about a second to compile.
 
 # %%
 @numba.njit
@@ -79,9 +94,10 @@ for call in ("first call", "second call"):
 # %% [markdown]
 # ## 1.2.2 A stale entry
 #
-# Numba can keep machine code itself: `njit(cache=True)`. It takes an entry as good while the file that holds the kernel
-# is unchanged. But a kernel contains the code of the functions it inlined, and they may lie in another file. Two small
-# modules show it: `root` calls `leaf`, and then `leaf` changes.
+# Numba has a cache of its own: `njit(cache=True)`. It uses an entry as long as the file that contains the kernel is
+# unchanged. But the machine code of a kernel also contains the functions that were inlined into it, and these may come
+# from another file. The experiment has two small modules. `root` calls `leaf`. Then `leaf` is changed: it adds 100
+# instead of 1.
 
 # %%
 LEAF = "from numba import njit\n\n@njit(cache=True)\ndef leaf(x):\n    return x + 1\n"
@@ -107,30 +123,34 @@ with tempfile.TemporaryDirectory() as name:
 answers
 
 # %% [markdown]
-# The second answer should be 1010. Nothing failed, no message came: the edit simply had no effect. In an early version
-# of this book a recurrence was replaced by `out[j] = out[j]`, and every assertion of its chapter passed, until the
-# cache folder was deleted.
+# After the edit the answer should be 1010. The cache has used the old entry: nothing failed, and no message was
+# printed. In an early version of this book, a recurrence was replaced by `out[j] = out[j]` by mistake. All assertions
+# of its chapter passed until the cache folder was deleted.
 
 # %%
-assert answers == ["20", "20"]
+assert answers == ["20", "20"]  # claim stale
+
+# %% tags=["raises-exception"]
+assert answers == ["20", "1010"], f"after the edit the answer is {answers[1]}, expected 1010"
 
 # %% [markdown]
 # ## 1.2.3 The digest that decides
 #
-# A kernel can inline only what its module can name: its own functions, and what it imports. So the digest of a module
-# is taken over its source *and the sources of all modules it imports from `k3lib`*, directly or not. An edit of a table
-# in `mxfp4` recompiles the product; an edit of the command line recompiles nothing.
+# Which sources can be in the machine code of a kernel? A kernel can inline only functions that its module can name: its
+# own functions and those that it imports. So the digest of a module is taken over its source *and the sources of all
+# modules that it imports from `k3lib`*, directly or through other modules. An edit of a table in `mxfp4` then makes the
+# product's kernels compile again, and an edit of the command line changes no kernel.
 #
-# A process may run for days, as a notebook's does, and a source file may change meanwhile. The kernels of the process
-# are then made from the old text, but the file holds the new one. Sources are therefore read when this module is
-# imported. A module whose sources have changed since then gets no digest, and without a digest its machine code is
-# neither stored nor loaded.
+# **A source that changes during a process.** The process of a notebook may run for days. If a source file changes
+# meanwhile, the process still has the old text, but the file has the new one. So this module computes the digests of
+# all sources when it is imported. If a source has changed since then, its module gets no digest. Without a digest its
+# machine code is neither stored nor loaded.
 #
-# Python keeps compiled code, too: bytecode, in `.pyc` files. It takes a `.pyc` for that of a source if the source has
-# the size and the time, in whole seconds, that the `.pyc` names. So after two edits within a second, or a copy that
-# keeps times, Python may run older code than the file holds. Its machine code must not be stored under the digest of
-# the new text. So the loaded bytecode is remembered, and `python_runs` compares it before an entry is stored. A process
-# that finds all its entries compares nothing.
+# **Bytecode that is older than its source.** Python itself keeps compiled code: bytecode, in `.pyc` files. A `.pyc`
+# file names the size and the time of its source, in whole seconds. After two edits within a second, or after a copy
+# that keeps times, Python may run the bytecode of an older text. The machine code that it then makes must not be stored
+# under the digest of the new text. So this module remembers the bytecode that was loaded, and `python_runs` compares it
+# with the source before an entry is stored. A process that finds all entries need not compare anything.
 
 # %% tags=["export"]
 HERE = Path(str(files("k3lib"))).absolute()  # also after the process has gone to another folder
@@ -204,14 +224,15 @@ assert source_digest("no_such_module") is None
 # %% [markdown]
 # ## 1.2.4 Where entries lie
 #
-# Entries are written to the folder `NUMBA_CACHE_DIR` if that variable is set. Otherwise they are written beside
-# Python's own compiled files, in `k3lib/__pycache__`, or in the user's cache folder where the package is installed
-# read-only. The folders are chosen once, when this module is imported: a relative name means a folder of the directory
-# in which the process has begun, wherever it goes later.
+# If the variable `NUMBA_CACHE_DIR` is set, entries are written to that folder. Otherwise they are written to
+# `k3lib/__pycache__`, beside Python's own compiled files. If the package is installed where nothing can be written,
+# they go to the user's cache folder. The folders are chosen once, when this module is imported. So a relative name
+# means a folder of the directory in which the process began, even if the process changes its directory later.
 #
-# In a container, none of these folders may be writable, and a user may have no home: none is made. Then every
-# process compiles its kernels again, which takes a minute: one line on stderr says so, and nothing fails. The line
-# cannot fail either. A process may have no stderr, a closed one, or one that cannot show the name of a folder.
+# In a container it is possible that none of these folders can be written, or that the user has no home folder. No home
+# folder is made then. Every process compiles its kernels again, which takes a minute, and one line on stderr says so.
+# To print this line must not fail either: a process may have no stderr, or a closed one, or one that cannot show the
+# characters of a folder's name.
 
 # %% tags=["export"]
 @functools.cache
@@ -259,12 +280,14 @@ def say_uncached(reasons: list[str]) -> None:
 # %% [markdown]
 # ## 1.2.5 An entry
 #
-# The file's name holds a digest of everything that decides the machine code: the sources, the kernel's name, the
-# signature, the CPU, the versions of numba, LLVM and Python, and numba's settings. If one of these differs, the name
-# differs, so a process only ever overwrites an entry with an equivalent one.
+# The name of an entry contains a digest of everything that decides the machine code: the sources, the name of the
+# kernel, the signature, the CPU, the versions of numba, LLVM and Python, and numba's settings. If one of these differs,
+# the name differs. So an entry is never wrong for its name, and two processes that write the same entry write
+# equivalent contents.
 #
-# The file begins with the digest of its contents. A file truncated by a full disk or a power cut fails that test. Its
-# kernel is compiled again and the file is replaced. The same happens if a file cannot be read for any other reason.
+# The file begins with the digest of its contents. If a full disk or a power cut has cut the file short, the digest does
+# not fit. Then the kernel is compiled again, and the file is replaced. The same happens if the file cannot be read for
+# another reason.
 
 # %% tags=["export"]
 def _contents(path):
@@ -290,8 +313,8 @@ def _write(path, data):
 
 
 # %% [markdown]
-# An entry is written to a temporary file, which is then renamed, so another process reads a whole entry or none. Every
-# edit leads to new file names. So that the folder does not grow for ever, the oldest entries of the same kernel are
+# An entry is written to a temporary file, which is then renamed. So another process reads either a whole entry or none.
+# Every edit of a source leads to new file names. To keep the folder small, the oldest entries of the same kernel are
 # deleted.
 
 # %% tags=["export"]
@@ -367,13 +390,14 @@ class KernelCache(KernelCache):
 # %% [markdown]
 # ## 1.2.6 Two decorators
 #
-# `@kernel` compiles a function that Python calls. The compiled function lets other Python threads run meanwhile
-# (`nogil`), because reader threads must go on while a kernel works, and it divides as NumPy does (`error_model`).
+# `@kernel` compiles a function that Python calls. While it runs, other Python threads can run, too (`nogil`), because
+# readers must go on reading while a kernel computes. It divides as NumPy does (`error_model`): division by zero gives
+# an infinity and no exception.
 #
-# `@inner` compiles a function that only kernels call. Numba counts the users of an array as Python does: a function
-# that receives an array increments the array's counter and decrements it at the end, atomically. For a matrix
-# multiplied four rows at a time that can be six atomic steps every microsecond, on counters that all threads share. The
-# caller holds its arrays anyway, so an inner function counts nothing (`_nrt=False`).
+# `@inner` compiles a function that only kernels call. Numba counts how many functions use an array: a function that
+# receives an array adds 1 to the array's counter, and subtracts 1 at its end. Both are atomic steps on a counter that
+# all threads share. A matrix that is multiplied four rows at a time would take six such steps every microsecond. But
+# the caller keeps its arrays alive anyway. So an inner function does not count (`_nrt=False`).
 #
 # The machine code of a function in a notebook cell is never kept. Such a function can inline functions of other cells.
 # Which versions of them it inlines depends on the order in which you ran the cells, and no file records that order.
@@ -411,13 +435,13 @@ def inner(function: _F) -> _F:
 # %% [markdown]
 # ## 1.2.7 Compile in another process
 #
-# Compiling takes memory as well as time: some hundred megabytes for all kernels, and the process that has compiled
-# keeps them. That memory is part of no plan (5.18). So kernels that are not kept yet are compiled by a process of their
-# own, whose memory goes with it, and are then loaded.
+# To compile all kernels takes about a hundred megabytes of memory, and the process that has compiled does not give this
+# memory back. A plan (5.18) could then not be kept. So a separate process compiles the kernels that are not on disk
+# yet. Its memory is free when it ends, and the first process loads the entries.
 #
-# That process runs a program which calls every kernel with every signature. At its end it writes down the names of the
-# entries that it has loaded or written: the list. While all files on the list are whole, nothing will be compiled. That
-# there is no list, or that a file is damaged, is known before the first kernel is called.
+# The separate process runs a program that calls every kernel with every signature. At its end it writes a *list*: the
+# names of all entries that it has loaded or written. If all entries of the list are valid, a run compiles nothing. So
+# the engine knows before the first kernel is called whether something must be compiled.
 
 # %% tags=["export"]
 _were_kept = False
@@ -457,10 +481,10 @@ def compile_for(name: str, *args: Any) -> None:
 
 
 # %% [markdown]
-# The process needs a folder that can be written and has room for all entries, and one for the files that its program
-# makes. A Python that is part of another program cannot be started anew by its name; neither can a process that may
-# start no other. Then the kernels are compiled where they are used, and the plan says so. A failure is remembered, so
-# that it does not cost time again.
+# The separate process needs a folder that can be written and has room for all entries, and a folder for the files of
+# its program. It cannot be started if Python is embedded in another program, or if this process may not start others.
+# Then the kernels are compiled in the process that uses them, and the plan has a part for it. A failure is remembered,
+# so that the engine does not try again.
 
 # %% tags=["export"]
 ENTRIES_BYTES = 8_000_000  # more than all entries take
@@ -488,8 +512,8 @@ def compiles_here(apart: bool) -> bool:
 
 
 # %% [markdown]
-# The other process gets the modules' folders from this one, and its output goes nowhere. If it fails for any reason,
-# this process compiles the kernels itself, when they are first called.
+# The separate process searches for modules in the same folders as this one. Its output is discarded. If it fails for
+# any reason, this process compiles the kernels itself when it first calls them.
 
 # %% tags=["export"]
 def compile_apart(program: str, say: Callable[[str], object] | None = None) -> bool:
@@ -533,8 +557,10 @@ def _temporary_folder(other):
 # %% [markdown]
 # ## 1.2.8 Check: every edit is seen
 #
-# The two modules again, now as modules of a small `k3lib` of their own: this chapter's module and nothing else of the
-# book.
+# The experiment of [1.2.2] is repeated with the cache of this chapter. The two modules are now part of a small `k3lib`,
+# which contains this chapter's module and nothing else of the book. `leaf` is unchanged, then edited, then restored.
+#
+# [1.2.2]: #1.2.2-A-stale-entry
 
 # %%
 LEAF = "from k3lib.kernel_cache import inner\n\n\n@inner\ndef leaf(x):\n    return x + 1\n"
@@ -567,14 +593,15 @@ with tempfile.TemporaryDirectory() as name:
 answers
 
 # %% [markdown]
-# Compiled; kept; compiled anew after the edit, with the right answer; and the first text again finds the first entry.
+# The first process compiles. The second one finds the entry. After the edit the kernel is compiled again, and the
+# answer is right. With the first text restored, the first entry is found again.
 
 # %%
-assert answers == ["20 compiled", "20 kept", "1010 compiled", "20 kept"]
+assert answers == ["20 compiled", "20 kept", "1010 compiled", "20 kept"]  # claim seen
 
 # %% [markdown]
-# Then the entries are damaged in two ways, cut short and overwritten, and the cache folder is taken away. Each answer
-# must still be 20.
+# Next, the entries are damaged in two ways: they are cut short, and they are overwritten. At last a file takes the
+# place of the cache folder. Each answer must still be 20.
 
 # %%
 with tempfile.TemporaryDirectory() as name:
@@ -597,14 +624,18 @@ print(said.replace(name, "..."))
 # %% [markdown]
 # ## Summary
 #
-# - Machine code is right to use when every source it was made from is unchanged, the ones it inlined included.
-# - Put what decides an answer into the name under which the answer is kept; then it cannot be stale and two writers
-#   cannot disagree.
-# - A cache may fail in any way without an error, because everything in it can be made again.
-# - Memory that a step needs once belongs to a process that ends with the step.
+# - Machine code may be used if all sources that it was made from are unchanged, also those of inlined functions.
+# - The name of an entry contains a digest of everything that decides the machine code. So an entry cannot be out of
+#   date for its name, and two processes that write it do not disagree.
+# - A damaged or missing cache costs time and causes no error, because every entry can be made again.
+# - A separate process compiles, so that the memory for compiling is free again when the process ends.
 #
-# **Exercise.** Numba freezes global variables: a kernel that reads `TILE` contains its value. Why is `TILE = 8` covered
-# by the digest, and `TILE = int(os.environ["TILE"])` not?
+# ## Exercise
+#
+# Answer: [exercises of part 1](../answers/01_mxfp4.ipynb).
+#
+# 1. Numba copies the values of global variables into a kernel when it compiles the kernel. Why does the digest of this
+#    chapter see a change of `TILE = 8`, and why does it not see a change of `TILE = int(os.environ["TILE"])`?
 #
 # Next: [1.3](03_simd.ipynb) makes sixteen float32 lanes one value of the language, for sums with the same bits on any
 # CPU.

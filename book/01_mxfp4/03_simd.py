@@ -1,9 +1,17 @@
 # %% [markdown]
 # # 1.3 Sixteen lanes as one value
 #
-# A sum of floating-point numbers has different bits in a different order. At the end of this chapter you can add in an
-# order that is written down, in a way that every CPU runs fast: sixteen float32 numbers become one value inside a
-# kernel.
+# Every output of a matrix product is a sum of thousands of float32 numbers. Each addition rounds, so another order of
+# the additions gives other bits. A compiler that makes the sum fast chooses the order by the width of the CPU's
+# registers. This chapter fixes the order instead: sixteen float32 numbers become one value inside a kernel, whatever
+# the width of a register. At the end you can write a sum whose order is part of the program, and you can say what
+# instructions it becomes on a given CPU.
+#
+# > **Without it:** registers of 4, 8 and 16 numbers give 3 different results<!--claim widths--> for one sum of 3,584
+# > products, so the text that K3 writes can depend on the machine.
+# >
+# > **With it:** the sum has one result, and a CPU with the widest registers adds sixteen products with one
+# > instruction.
 #
 # Needs chapter [1.2] (kernels; the first section is enough). Runs in ten seconds. Makes `k3lib.simd`.
 #
@@ -50,10 +58,12 @@ seed = 1
 # %% [markdown]
 # ## 1.3.1 The width of a register must not decide
 #
-# A plain loop adds one product after the other, and each addition waits for the one before. A compiler may not
-# reorder a floating-point sum, because that changes the rounding. With `fastmath` it may. It then keeps 4, 8 or 16
-# partial totals, as many as a register of the CPU holds, and the bits depend on the machine. Here is the same sum
-# with each width.
+# A plain loop adds one product after the other, and each addition waits for the addition before it. A sum with several
+# partial totals is faster, because the additions to different totals do not wait for each other. But it adds in another
+# order, and that changes the rounding. So a compiler may use partial totals only if the option `fastmath` allows it. It
+# then keeps 4, 8 or 16 of them, as many as a register of the CPU holds, and the bits of the result depend on the
+# machine. The cell below computes the same sum with each number of partial totals. A place in a register that holds
+# one partial total is called a *lane*.
 
 # %%
 rng = np.random.default_rng(seed)
@@ -72,22 +82,31 @@ def partial_sums(a, lanes):
 
 sums = {lanes: partial_sums(terms, lanes) for lanes in (1, 4, 8, 16)}
 assert len({s.tobytes() for s in sums.values()}) == 4
+assert len({sums[lanes].tobytes() for lanes in (4, 8, 16)}) == 3  # claim widths
 for lanes, s in sums.items():
     print(f"{lanes:2} lanes: {s.view(np.uint32):08x} = {s:.6f}")
 
 # %% [markdown]
-# K3 would then round differently on every machine, and near a tie it would *route* differently. So the number of
-# lanes is fixed at sixteen, whatever the CPU has, and the order of the sum is written down once.
-#
+# The differences are in the last digits, and yet they matter. The router of a layer chooses the sixteen experts with
+# the highest scores. Where two scores are almost equal, a difference in the last digit exchanges one expert for
+# another, and the text goes on differently. So this engine fixes the number of lanes at sixteen on every CPU. A test
+# for this asks for equal bits, and a tolerance would hide the mistake:
+
+# %% tags=["raises-exception"]
+on_another_machine = partial_sums(terms, 8)
+print("equal to 1e-5:", np.isclose(on_another_machine, sums[16], rtol=1e-5))
+assert on_another_machine == sums[16], "eight lanes give other bits than sixteen"
+
+# %% [markdown]
 # ## 1.3.2 Make a vector a value
 #
-# Numba compiles Python functions to machine code. It hands them to LLVM, a compiler that has its own language: the
-# *IR* (intermediate representation), typed instructions on values. Numba knows integers, floats and arrays. It can be
-# taught a new kind of value.
+# Numba compiles Python functions to machine code. It translates a function into the language of the compiler LLVM,
+# called *IR* (intermediate representation), and LLVM translates the IR into instructions of the CPU. The IR has a type
+# for sixteen float32 numbers, `<16 x float>`. Numba has none: it knows integers, floats and arrays. But a program can
+# add types to numba.
 #
-# Two things are needed. A `types.Type` is the name under which numba tracks the value through a function. A *data
-# model*, bound to it by `register_model`, says what the value is in LLVM. LLVM has had sixteen float32 lanes all
-# along: `<16 x float>`.
+# A new type needs two classes. A `types.Type` is the name under which numba follows the value through a function. A
+# *data model*, which `register_model` binds to this type, says which type of the IR the value has.
 
 # %% tags=["export"]
 LANES = 16
@@ -115,10 +134,11 @@ class _F32x16Model(models.PrimitiveModel):
 # %% [markdown]
 # ## 1.3.3 Functions that write instructions
 #
-# Kernels use such a value through a handful of *intrinsics*. An intrinsic is a Python function that runs while a kernel
-# is compiled. It computes nothing; it writes LLVM instructions into the kernel, by calls of a `builder`.
-# `builder.fmul(a, b)` writes one multiplication and returns the name of its result. A Python `for` loop around that
-# call writes one instruction in each iteration, and the kernel contains no loop. Chapter [1.5] is built on this.
+# A kernel works on such a value through *intrinsics*. An intrinsic is a Python function that runs while a kernel is
+# compiled. The intrinsic does not compute the result. It writes the IR instructions that will compute the result each
+# time the kernel runs. It writes them by calls of an object called `builder`: `builder.fmul(a, b)` writes one
+# multiplication and returns the name of its result. A Python `for` loop around that call writes one instruction in each
+# iteration, so the kernel itself contains no loop. Chapter [1.5] builds all its kernels in this way.
 #
 # The functions that write instructions come first; most of their names begin with `emit_`. Three of LLVM's instructions
 # need an explanation:
@@ -165,12 +185,12 @@ def emit_splat(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 
 # %% [markdown]
-# Loading takes sixteen neighbours. The elements are float32, or bf16, which is the upper half of a float32: sixteen
-# bits, kept as uint16. Zero-extending a bf16 word to 32 bits and shifting it up by sixteen gives the float32 with the
-# same value.
+# A load takes sixteen neighbouring elements of an array. The elements are float32 or bf16. A bf16 number is the upper
+# half of a float32: sixteen bits, which NumPy keeps as uint16. To make a float32 of the same value, the code extends
+# the sixteen bits with zeros to 32 bits and shifts them up by sixteen places.
 #
-# Where a row ends, fewer than sixteen elements are left. A *masked* load touches only the lanes whose mask is set,
-# and gives zero in the others.
+# At the end of a row, fewer than sixteen elements may be left. A *masked* load reads only the lanes whose mask bit is
+# set, and puts zero into the other lanes. So it never reads past the end of the array.
 
 # %% tags=["export"]
 def _element(dtype):
@@ -209,8 +229,9 @@ def emit_load_part(builder: ir.IRBuilder, pointer: ir.Value, dtype: types.Type, 
 
 
 # %% [markdown]
-# Then arithmetic. A fused multiply-add, $ab+c$, rounds once, after the addition. `emit_sum` is the one reduction tree
-# of the book: the upper eight lanes onto the lower eight, then four, two, one.
+# Next come the arithmetic instructions. A fused multiply-add computes $ab+c$ and rounds once, after the addition.
+# `emit_sum` adds up the sixteen lanes. It adds the upper eight lanes to the lower eight, then four to four, two to two
+# and one to one. All kernels of the book use this order and no other.
 
 # %% tags=["export"]
 def emit_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
@@ -238,9 +259,9 @@ def emit_prefetch(builder: ir.IRBuilder, pointer: ir.Value) -> None:
 # %% [markdown]
 # ## 1.3.4 Intrinsics that kernels call
 #
-# An intrinsic gives numba two things: the signature (`result(arguments)`) and the function that writes the code.
-# Kernels then call it like any function. The intrinsics here take flat arrays, and indices that count from 0. They do
-# not check that an index lies inside the array.
+# An intrinsic returns two things to numba: its signature, written `result(arguments)`, and the function that writes the
+# code. After that, a kernel calls the intrinsic like any other function. The intrinsics of this section take
+# one-dimensional arrays, and indices that count from 0. They do not check that an index lies inside the array.
 
 # %% tags=["export"]
 @intrinsic
@@ -320,8 +341,9 @@ def float_of_bits(typingctx, i):
 
 
 # %% [markdown]
-# A kernel now reads like its equation. Lane $l$ takes elements $l$, $l+16$, … in order. No compiler may reorder these
-# additions, because kernels are compiled without `fastmath`.
+# Now a kernel can be written much like its equation. Lane $l$ adds the products of elements $l$, $l+16$, $l+32$ and so
+# on, in this order. LLVM may not change the order of these additions, because kernels are compiled without `fastmath`.
+# The second cell checks the masked load for each number of remaining elements.
 
 # %%
 @njit
@@ -351,9 +373,9 @@ for n in range(1, 17):
         assert first(array, n).tolist() == [*range(1, n + 1), *[0] * (16 - n)]
 
 # %% [markdown]
-# The same sixteen lanes go to any machine. LLVM is a cross-compiler, so one CPU can show what others would run for
-# one `fma16`: one instruction of 16 lanes, two of 8, four of 4, or, where there is no fused multiply-add, sixteen
-# calls of the C library's `fmaf`.
+# What do the sixteen lanes become on other CPUs? LLVM can compile for a CPU that it does not run on, so this machine
+# can show the instructions of others for one `fma16`. A CPU with registers of 16, 8 or 4 floats needs one, two or four
+# instructions. A CPU without a fused multiply-add gets sixteen calls of `fmaf`, a function of the C library.
 
 # %% tags=["nbval-ignore-output"]
 IR = """define void @f(ptr %a, ptr %b, ptr %c) {
@@ -382,9 +404,14 @@ for label, (arch, features) in machines.items():
 # %% [markdown]
 # ## 1.3.5 Sixteen codes become sixteen floats
 #
-# Doubled, the sixteen values of an MXFP4 code are whole numbers: 0 1 2 3 4 6 8 12 and their negatives. In return the
-# kernels take half the scale. That is safe for every byte only if the halves come from a table: $2^{0-128}$ is
-# subnormal, and byte 255 is still NaN.
+# Kernels must turn MXFP4 codes ([1.1]) into floats, sixteen at once. The values of the codes are multiples of ½. Twice
+# the values are whole numbers: 0 1 2 3 4 6 8 12 and their negatives. Whole numbers fit in a byte, and some CPUs have an
+# instruction that looks up sixteen bytes at once. So the kernels use twice the value of a code, and half of the scale.
+#
+# The half scales come from a table of 256 floats, because two scale bytes need care. Half of byte 0's scale is
+# $2^{-128}$, a subnormal number, and byte 255 means NaN, which must stay NaN.
+#
+# [1.1]: 01_mxfp4.ipynb
 
 # %% tags=["export"]
 TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the value of each code
@@ -392,29 +419,40 @@ _BITS = SCALE.view(np.uint32)
 # float32 [256]: half the value of each scale byte, which is the value of the byte before; 2^-128 for byte 0
 HALF_SCALE = np.array([1 << 21, *_BITS[:254], _BITS[255]], np.uint32).view(np.float32)
 
+
 # %% [markdown]
-# Halving by taking one off the exponent field fails for three bytes. Byte 0 wraps around to minus infinity, so a
-# *hole* in a file (scale 0, codes 0) turns from zeros into NaN. Byte 1 becomes 0. Byte 255, which should raise an
-# alarm, becomes an ordinary number.
+# The gate compares a table with the exact halves, computed in float64. The tempting short cut builds the float directly
+# and takes 1 from its exponent. It is wrong for three bytes. Byte 0 gives minus infinity, so a part of a file that was
+# never written, where scales and codes are 0, decodes to NaN instead of zeros. Byte 1 gives 0. Byte 255, which must
+# give NaN so that damage is noticed, gives an ordinary number.
 
 # %%
+def check_half_scales(table):
+    "The gate: every entry is exactly half the value of its scale byte, and byte 255 is NaN."
+    exact = np.array([2.0**(byte - 128) for byte in range(255)] + [np.nan])
+    wrong = np.flatnonzero((table != exact) & ~(np.isnan(table) & np.isnan(exact)))
+    assert not len(wrong), f"wrong half scale for the bytes {wrong.tolist()}"
+    print("half scales: all 256 bytes right")
+
+
 assert np.array_equal(2 * E2M1, np.array(TWICE_E2M1, np.float32))
-lowered = ((np.arange(256, dtype=np.uint32) - 1) << 23).view(np.float32)
-same = (lowered == HALF_SCALE) | np.isnan(HALF_SCALE) & np.isnan(lowered)
-print("bytes with a wrong half scale:", np.flatnonzero(~same).tolist())
-with np.errstate(invalid="ignore"):
-    print("a hole: right", np.float32(0) * HALF_SCALE[0], " lowered exponent", np.float32(0) * lowered[0])
+check_half_scales(HALF_SCALE)
+
+# %% tags=["raises-exception"]
+lowered = ((np.arange(256, dtype=np.uint32) - 1) << 23).view(np.float32)  # WRONG: the exponent of byte 0 wraps around
+check_half_scales(lowered)
 
 
 # %% [markdown]
-# A look-up per weight would cost sixteen loads. There are three ways to do sixteen at once. All give the same floats,
-# so no bit depends on which is used:
+# One look-up for each weight would cost sixteen loads for sixteen weights. Three methods decode sixteen codes at once.
+# All three give the same floats, so the result does not depend on which one a CPU uses.
 #
-# 1. Arithmetic: from code 2 on, the doubled value is $(2+m) \ll (\mathrm{exponent}-1)$. It works anywhere.
-# 2. A byte shuffle, found in x86 since 2006 and on every 64-bit Arm: the table is one 16-byte register, the codes are
-#    the indices.
-# 3. A float permutation (AVX-512): the table is one register of sixteen floats. It uses only the lowest four bits of
-#    an index, so the low nibble needs no mask, and nothing is left to convert.
+# 1. **Arithmetic** works on any CPU. A code has a sign bit, two exponent bits and one mantissa bit. From code 2 on,
+#    twice its magnitude is 2 plus the mantissa bit, shifted left by the exponent minus 1.
+# 2. **A byte shuffle** exists on x86 CPUs with SSSE3 and on every 64-bit Arm CPU. One register of 16 bytes holds the
+#    table, and the codes are the indices.
+# 3. **A float permutation** exists on CPUs with AVX-512. One register of sixteen floats holds the table, so the results
+#    need no conversion. The instruction uses only the lowest four bits of an index, so the low nibble needs no mask.
 
 # %% tags=["export"]
 def _codes(builder, packed, high):
@@ -447,9 +485,9 @@ def _by_floats(context, builder, packed, high):
 
 
 # %% [markdown]
-# An instruction that the CPU lacks makes LLVM abort the whole process. So the look-up is chosen for the CPU that the
-# code is **made for**. That is not always the CPU it is made on: `NUMBA_CPU_NAME=generic` makes code for the oldest
-# x86-64.
+# If the IR asks for an instruction that the target CPU does not have, LLVM aborts the whole process. So the method is
+# chosen for the **target**: the CPU that the code is made for. The target need not be the CPU that runs the compiler:
+# with `NUMBA_CPU_NAME=generic`, numba makes code for the oldest x86-64 CPU.
 
 # %% tags=["export"]
 def _target(context):
@@ -478,10 +516,11 @@ def emit_nibbles(context: BaseContext, builder: ir.IRBuilder, pointer: ir.Value,
 
 
 # %% [markdown]
-# The high nibbles are decoded first, because their shift needs the bytes unchanged. After that the bytes are no longer
-# needed: the permutation of the low nibbles may overwrite the bytes, and no register has to be cleared for its result.
+# `emit_nibbles` decodes the high nibbles first. Their shift leaves the packed bytes unchanged. The low nibbles come
+# last, and after them nothing needs the bytes, so the permutation may write its result over the bytes. In the other
+# order the CPU would have to clear another register for that result.
 #
-# All 256 bytes, by each look-up that this CPU has:
+# The check decodes all 256 byte values with each method that this CPU has.
 
 # %%
 def nibbles_by(lookup):
@@ -517,10 +556,13 @@ nibbles(every[:16].copy())[:16]
 # %% [markdown]
 # ## 1.3.6 Thirty-two bf16 words at once
 #
-# The target also decides how bf16 becomes float32. Zero-extending sixteen words and shifting them up are two vector
-# instructions. A permutation of words that leaves zeros where its mask is off (AVX-512BW) is one, and takes 32 words
-# from one load. LLVM would replace it by a permutation of two tables, the second of zeros, which takes three
-# instructions. A line of assembly that does nothing prevents this: it hides from LLVM that the mask is a constant.
+# The target also decides how bf16 becomes float32. The usual way takes two vector instructions for sixteen words: one
+# extends the words with zeros, one shifts them up. A CPU with AVX-512BW can do both in one instruction: it moves each
+# word to the upper half of a lane, and a mask sets the lower half to zero. One load then serves 32 words.
+#
+# LLVM does not keep this instruction if it knows that the mask is a constant. It then chooses a more general
+# permutation, which takes three instructions. So the code below passes the mask through an empty line of inline
+# assembly. The assembly does nothing, but LLVM cannot see through it and no longer knows that the mask is a constant.
 
 # %% tags=["export"]
 def _half(builder, v, first):
@@ -575,17 +617,18 @@ assert both(words.astype(np.float32)).tolist() == words[1:].tolist()
 # %% [markdown]
 # ## Summary
 #
-# - A vector of sixteen lanes is a value of the language here. That fixes the order of every sum, and the same IR runs
-#   everywhere.
-# - An intrinsic is a Python function that writes instructions. An instruction that the CPU lacks must not be written.
-# - Sixteen codes are decoded by one permutation, one byte shuffle or some arithmetic, to the same floats.
+# - The order of a floating-point sum decides its bits. A vector type of sixteen lanes makes the order part of the
+#   program, the same on every CPU.
+# - An intrinsic is a Python function that writes instructions while a kernel is compiled. It must write only
+#   instructions that the target CPU has.
+# - Sixteen codes are decoded by a permutation, by a byte shuffle or by arithmetic. The floats are the same.
 #
 # ## Exercises
 #
-# Answer to 2: [exercises of part 1](../answers/01_mxfp4.ipynb).
+# The answers are in [exercises of part 1](../answers/01_mxfp4.ipynb).
 #
-# 1. `_by_arithmetic` uses two selects. Build the float directly from code bits, `0x3f000000 + (t << 22)` for $t \ge
-#    2$. Which codes need care, and does it win on your CPU?
+# 1. `_by_arithmetic` makes an integer and converts it. Build the float's bits directly instead: for $t \ge 2$, where
+#    $t$ is the code without its sign, the bits of twice the value are `0x3f800000 + (t << 22)`. Which codes need care?
 # 2. Write `max16`, the largest lane, with `shuffle_vector` and `llvm.maxnum`. Does its order matter?
 #
 # Next: [1.4](04_parallel.ipynb) shares a kernel's work among threads.

@@ -1,9 +1,16 @@
 # %% [markdown]
 # # 1.4 Threads that share a kernel's work
 #
-# A matrix product is many independent sums, and a machine has several cores. At the end of this chapter a kernel's
-# work is shared among threads in ten lines of the kernel, a failure or a Ctrl-C ends all of them, and no thread
-# waits for one that has nothing left to do.
+# A matrix product consists of many independent sums, and a machine has several cores. One thread uses only one of them.
+# This chapter shares the work of a kernel among threads. It must keep three promises: every part of the work is done
+# exactly once, the result does not depend on the number of threads, and an error or Ctrl-C ends the work of all
+# threads. At the end you can share any kernel in ten lines, and say why no thread uses the caller's arrays after
+# `parallel_for` has ended.
+#
+# > **Without it:** a kernel runs on one core, whatever the machine has.
+# >
+# > **With it:** all threads take items from one counter, and each of 100,000 items is taken once,<!--claim once--> with
+# > 1, 2 or 3 threads.
 #
 # Needs chapters [1.2] (kernels) and [1.3] (vectors). Runs in half a minute. Makes `k3lib.parallel`.
 #
@@ -56,9 +63,14 @@ rounds = 5  # A B A B ... and the median
 # %% [markdown]
 # ## 1.4.1 One counter for all
 #
-# A kernel's work is a range of items: the tiles of a matrix, the heads of a layer. Items are independent, so any thread
-# may take any of them. Threads take *chunks*, runs of neighbouring items, from one shared *cursor*. A thread that has
-# done its chunk takes the next one. So all threads end within the time of one chunk, however unequal their cores are.
+# The work of a kernel is a range of items, for example the tiles of a matrix or the heads of a layer. Items are
+# independent of each other, so any thread may compute any item, and the result is the same. The simplest division gives
+# each thread an equal part beforehand. But one core may be slower than another, or busy with another program, and then
+# all threads wait for the slowest.
+#
+# So threads take *chunks*, which are runs of neighbouring items, from one shared *cursor*. A thread that has finished
+# its chunk takes the next one. So all threads end at almost the same time: the last one at most one chunk later than
+# the first.
 #
 # The cursor is four int64:
 #
@@ -69,10 +81,22 @@ rounds = 5  # A B A B ... and the median
 # | `_CHUNK` | items in a chunk |
 # | `_AT_WORK` | helpers that are inside the kernel |
 #
-# Two threads may add to the same element at the same moment. The addition is *atomic*: read, add and write are one
-# step that no other thread can enter, so no item is taken twice. Its order `acq_rel` means that everything a thread
-# has stored before its addition is visible to the thread that sees the sum. A thread that reads that all items are
-# done can read their results.
+# Two threads may add to the same element at the same moment. An ordinary addition reads the element, adds, and writes
+# it back. Here are two threads that take an item in this way, step by step. Both read before one of them writes:
+
+# %% tags=["raises-exception"]
+cursor = [0]
+taken_by_first = cursor[0]  # the first thread reads
+taken_by_second = cursor[0]  # the second thread reads, before the first has written
+cursor[0] = taken_by_first + 1
+cursor[0] = taken_by_second + 1
+assert taken_by_first != taken_by_second, f"both threads have taken item {taken_by_first}"
+
+# %% [markdown]
+# So the cursor uses an *atomic* addition: reading, adding and writing are one step, and no other thread can come
+# between. Its memory order, `acq_rel`, gives a second promise. What a thread has stored before its addition is visible
+# to every thread that sees the result of the addition. So a thread that reads that all items are done can also read
+# their results.
 
 # %% tags=["export"]
 CORES = numba.config.NUMBA_NUM_THREADS  # cores this process may use
@@ -126,7 +150,8 @@ def _add_from_python(cursor, i, n):
 
 
 # %% [markdown]
-# A kernel that shares its work looks like this one. Its first argument is the number of items, its last the cursor.
+# A kernel that shares its work has the form of the kernel below. Its first argument is the number of items, and its
+# last argument is the cursor.
 
 # %%
 @njit(nogil=True)
@@ -145,20 +170,21 @@ def busy(n, sums, cursor):
 # %% [markdown]
 # ## 1.4.2 Who the threads are
 #
-# The threads are the caller and *helpers*, which wait at a queue. A kernel releases the interpreter's lock while it
-# runs, so several Python threads compute at the same time.
+# The work is done by the thread that calls `parallel_for`, the *caller*, and by *helpers*, which wait at a queue. A
+# kernel releases Python's interpreter lock while it runs, so several Python threads can compute at the same time.
 #
-# Numba's `prange` would write all this for us. Three things speak against it. It takes the loop apart and compiles it
-# once more. A dozen kernels have to be ready before a first token, and with `prange` that took a third longer. Some of
-# its threading layers may not be called by two threads at once. Others spin while they wait, on cores that chapter 5
-# needs for reading.
+# **Why not `prange`?** Numba can share a loop among threads by itself, with `prange`. Three reasons are against it.
+# Numba compiles such a loop twice, so that the kernels of a first token took a third longer to compile. Some of its
+# threading libraries may not be called by two threads at the same time. Others keep their cores busy while they wait,
+# and part 5 needs these cores for reading.
 #
-# Python's own thread pool hands over work through several locks. An interrupt at the wrong moment leaves one of them
-# locked for ever. A `SimpleQueue` hands over in one call that an interrupt cannot divide. `threading.Thread.start`
-# has the same trouble: it waits, at a lock, until the new thread runs. `_thread.start_new_thread` does not wait.
+# **Why not Python's thread pool?** It passes work on through several locks. If Ctrl-C interrupts it between two steps,
+# a lock can stay locked. A `SimpleQueue` passes work on in one call, which a signal cannot interrupt.
+# `threading.Thread.start` has the same fault: it waits, at a lock, until the new thread runs.
+# `_thread.start_new_thread` does not wait.
 #
-# A forked process has none of its parent's threads. It finds that another process started the helpers, and begins with
-# a new queue and no helpers.
+# **What about fork?** A forked process has no threads but the one that called `fork`. It recognises by the process
+# number that another process started the helpers, and begins with a new queue and no helpers.
 
 # %% tags=["export"]
 _tasks: SimpleQueue = SimpleQueue()  # where helpers wait for tasks
@@ -186,8 +212,8 @@ def _help(tasks):
 
 
 # %% [markdown]
-# To wake a thread takes longer than a small product, so small work stays with the caller. The measure is the number of
-# multiply-adds (macs).
+# To wake a thread takes longer than a small product. So the caller does small work alone. The size of the work is its
+# number of multiply-adds (macs).
 
 # %% tags=["export"]
 MIN_PARALLEL_MACS = 1 << 21  # with fewer the caller alone is done before a second thread could help
@@ -201,15 +227,15 @@ def threads_for(macs: int, threads: int) -> int:
 # %% [markdown]
 # ## 1.4.3 The mode of a thread's arithmetic
 #
-# Every thread has a register that says how its floating-point units work: MXCSR on x86, FPCR on ARM. With one bit of
-# it, results that are *subnormal*, smaller than $2^{-126}$, become zero; with another, such inputs do. Others choose
-# the direction of rounding. A library that was compiled with `-ffast-math` may set the first two when it is loaded, for
-# the thread that loads it and for all that this thread starts later. From then on some products have other bits, and
-# nothing says so.
+# Each thread has a register that controls its floating-point arithmetic: MXCSR on x86, FPCR on Arm. One bit of it turns
+# results that are *subnormal*, smaller than $2^{-126}$, into zero. Another bit does so with inputs. More bits choose
+# the direction of rounding. A library that was compiled with `-ffast-math` may set the first two bits when it is
+# loaded. Then they hold for the thread that loads the library, and for all threads that this thread starts later. From
+# then on, some products have other bits, without any message.
 #
-# So arithmetic whose bits matter runs in the default mode: round to nearest, and keep subnormal numbers. The mode that
-# the thread had is restored afterwards, because the other library may rely on it. A thread inherits its mode from the
-# thread that starts it. So threads that are started in the default mode need no call of their own.
+# So arithmetic whose bits matter runs in the default mode, which rounds to nearest and keeps subnormal numbers.
+# Afterwards the mode that the thread had is restored, because the other library may need it. A thread inherits the mode
+# of the thread that starts it. So threads that are started in the default mode need not set it themselves.
 
 # %% tags=["export"]
 _DEFAULT_MODES = {"x86_64": 0x1f80, "aarch64": 0, "arm64": 0}  # of MXCSR and FPCR; other CPUs are left as they are
@@ -259,8 +285,9 @@ def default_arithmetic() -> Iterator[None]:
 
 
 # %% [markdown]
-# **Check.** The smallest normal number, halved, with the two bits of MXCSR set and without. NumPy's division follows
-# the mode as every other instruction does.
+# The check halves the smallest normal number, first with the two bits of MXCSR set, then in the default mode. NumPy's
+# division depends on the mode like every other floating-point instruction. (On a CPU that is not x86, the check leaves
+# the mode unchanged.)
 
 # %%
 smallest, halves = np.array([2.0 ** -126], np.float32), []
@@ -278,20 +305,22 @@ assert halves[1] > 0
 # %% [markdown]
 # ## 1.4.4 parallel_for
 #
-# The caller waits until every chunk is done, not until the helpers report that they have ended: to report it, each
-# helper would have to take the interpreter's lock. A helper that wakes late finds no chunk and touches nothing.
+# When may `parallel_for` return? It waits until all items are done. It does not wait until the helpers have left the
+# kernel, because for this each helper would first have to take the interpreter lock. A helper that wakes up late finds
+# no chunk left and uses no array.
 #
-# What holds at every moment, Ctrl-C included:
+# Three statements hold at every moment, also when Ctrl-C interrupts the caller:
 #
-# - A helper touches the caller's arrays only between the two changes of `_AT_WORK`, and only for chunks that it took.
-# - After `EXHAUSTED` is added to `_NEXT`, no thread takes another chunk.
-# - So once `_NEXT` is exhausted and `_AT_WORK` is zero, the arrays are the caller's alone. When the caller leaves
-#   with an error, it first makes both true. When it leaves without one, all items are done, and a helper that is
-#   still inside the kernel has no chunk.
+# - A helper uses the caller's arrays only between its two changes of `_AT_WORK`, and only for chunks that it has taken.
+# - After `EXHAUSTED` has been added to `_NEXT`, no thread takes another chunk.
+# - So when `_NEXT` is exhausted and `_AT_WORK` is zero, no helper uses the arrays. Before the caller leaves with an
+#   error, it makes both true. If it leaves without an error, all items are done, and a helper that is still inside the
+#   kernel has no chunk.
 #
-# An interrupt may come between any two lines. Everything that must be undone is therefore inside the `try`. The kernel
-# is compiled before the `try`, by a call for no items, and so is the kernel that helpers count themselves with. A
-# compilation takes a second. In the caller, Ctrl-C ends it; if a helper compiled, the caller would have to wait for it.
+# Ctrl-C may come between any two lines. So everything that must be undone is inside the `try`. Before the `try`, a call
+# with no items compiles the kernel, and another call compiles the kernel with which helpers count themselves. A
+# compilation takes about a second. In the caller, Ctrl-C can end it. If a helper compiled, the caller would have to
+# wait.
 
 # %% tags=["export"]
 def parallel_for(threads: int, n: int, kernel: Callable, *args: Any) -> None:
@@ -348,13 +377,14 @@ def count(n, taken, cursor):
 taken = np.zeros(100_000, np.int64)
 for threads in (1, 2, 3):
     parallel_for(threads, len(taken), count, taken)
-assert (taken == 3).all()
-print(f"{len(taken):,} items, each taken once")
+assert len(taken) == 100_000 and (taken == 3).all()  # claim once
+print(f"{len(taken):,} items, each taken once in each of three runs")
 
 # %% [markdown]
 # ## 1.4.5 The price of a second thread
 #
-# A call on two threads must wake one. For a few microseconds of work that is a loss.
+# A call with two threads must wake the second one. This takes time, so for a few microseconds of work it can be slower
+# than one thread alone.
 
 # %% tags=["nbval-ignore-output"]
 parts, times = (4, 40, 400), {}
@@ -372,16 +402,20 @@ for n in parts:
 # %% [markdown]
 # ## Summary
 #
-# - Threads take chunks from one atomic counter. Who computes an item cannot change its bits, because items are
-#   independent.
-# - The number of threads is an argument. There is no hidden setting.
-# - Every hand-over is one call that an interrupt cannot divide, so Ctrl-C leaves no lock behind and no thread at work.
-# - Arithmetic runs in the default mode of the processor, whatever another library has set.
+# - Threads take chunks from one atomic counter. Items are independent, so it does not matter which thread computes an
+#   item.
+# - The number of threads is an argument of the call. No hidden setting changes it.
+# - Work is passed on in one call that a signal cannot interrupt. So after Ctrl-C no lock stays locked, and no thread is
+#   at work.
+# - Arithmetic runs in the default mode of the processor, even if another library has set another mode.
 #
 # ## Exercises
 #
-# 1. Let `CHUNKS_PER_THREAD` be 1. Make one item a hundred times as long as the others. How long does the last thread
-#    work alone?
-# 2. Replace the atomic addition by `cursor[_NEXT] += cursor[_CHUNK]`. How many runs does it take until `count` sees it?
+# Answer to 1: [exercises of part 1](../answers/01_mxfp4.ipynb).
+#
+# 1. Two threads share 16 items of one tick each, but the item that is taken first takes 8 ticks. How many ticks does
+#    the work take with 1 chunk for each thread, and how many with 8?
+# 2. Replace the atomic addition in `next_chunk` by `cursor[_NEXT] += cursor[_CHUNK]`. How many runs does it take until
+#    `count` finds an item that was taken twice?
 #
 # Next: [1.5](05_matmul.ipynb) multiplies matrices of every format with one kernel.

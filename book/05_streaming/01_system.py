@@ -1,9 +1,16 @@
 # %% [markdown]
 # # 5.1 What depends on the operating system
 #
-# Everything else in this book is arithmetic and files, and runs wherever Python and numba do. This chapter holds the
-# exceptions: calls that some operating system lacks. At the end you can say, for each of them, what the engine does on
-# a system without it.
+# Nearly all of this book is arithmetic and ordinary files, and runs wherever Python and numba run. A few jobs need
+# calls that not every operating system has, for example a read that goes past the page cache. This chapter collects
+# these calls, and gives each of them a replacement for the systems that lack it. At the end you can say for each call
+# what the engine does on a system without it. You need the chapter when you port the engine; skip it on a first
+# reading.
+#
+# > **Without it:** a call that a system lacks stops the engine there, or is replaced by something slower without a
+# > message.
+# >
+# > **With it:** each call has one function with its replacement beside it, and a missing call changes no result.
 #
 # Needs only Python. Runs in seconds. Makes `k3lib.system`.
 #
@@ -11,11 +18,22 @@
 # [contents](../README.md) ·
 # [5.2 Files read whole or refused, written whole or not at all](02_fileio.ipynb)
 
+# %%
+import sys
+from pathlib import Path
+
+from k3lib.config import read_config
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+sys.path.insert(0, str(ROOT / "book"))
+import schematics
+
+schematics.where(read_config(ROOT / "fixtures/k3"), "files", "disk")
+
 # %% [markdown]
-# A reader that calls a function of Linux directly fails on macOS with a traceback. Or it does not fail, reads through
-# the page cache, and tells nobody. So each such call has one function in this chapter, with its fallback beside it, and
-# the other modules call that function. The choice is made when the function is called, not when the module is imported.
-# A test can therefore remove a call and watch the fallback work on Linux.
+# Each such call has one function in this chapter, with its replacement, the *fallback*, beside it. All other modules
+# call this function and never the system itself. The function decides when it is called, not when the module is
+# imported. So a test can remove a call from Python and see the fallback work on Linux.
 #
 # | job | the call | the fallback |
 # |---|---|---|
@@ -34,8 +52,8 @@
 # | a pipe that does not block | `os.set_blocking` | none: Windows does not need it |
 # | a lock that ends with its process | `flock` | none: what is written has names of its own ([5.19.4]) |
 #
-# Linux on x86-64 is what the engine was run on; aarch64 was emulated. macOS and Windows were only simulated, by
-# removing the calls that they lack.
+# The engine was run on Linux on x86-64, and on an emulated aarch64. macOS and Windows were only simulated, by removing
+# the calls that they lack.
 #
 # [5.19.4]: 19_pack.ipynb#5.19.4-A-name-means-that-the-file-is-right
 
@@ -83,11 +101,23 @@ def without(module, *names):
 # %% [markdown]
 # ## 5.1.1 Reading at an offset
 #
-# `preadv` reads at an offset into a buffer that the caller owns. It moves no file position, so many threads can read
-# one file at once. Without `preadv`, seeking and reading are two calls, and all threads share the file's position. If
-# one thread seeks between the two calls of another, the other reads the wrong bytes. So the fallback holds a lock.
-# There are 64 locks, and the descriptor chooses one: readers of different files rarely wait for each other. `os.read`
-# makes a copy, so it is asked for at most 16 MB at a time.
+# `preadv` reads from an offset into a buffer of the caller. It does not use the position of the open file, so many
+# threads can read the same file at the same time. Without `preadv`, a thread must first set the position and then read.
+# The position belongs to the open file, and all threads share it. Here are two threads that read without a lock, step
+# by step. The first wants byte 100, and the second byte 7:
+
+# %% tags=["raises-exception"]
+fd = os.open(path, os.O_RDONLY)
+os.lseek(fd, 100, os.SEEK_SET)  # the first thread
+os.lseek(fd, 7, os.SEEK_SET)  # the second thread, before the first has read
+first_reads = os.read(fd, 1)
+os.close(fd)
+assert first_reads == bytes([100]), f"the first thread has read byte {first_reads[0]}, and wanted byte 100"
+
+# %% [markdown]
+# So the fallback holds a lock for the two steps. There are 64 locks, and the number of the descriptor chooses one of
+# them, so readers of different files rarely wait for each other. `os.read` makes a copy of the bytes. So the fallback
+# reads at most 16 MB at a time.
 
 # %% tags=["export"]
 _POSITION_LOCKS = [threading.Lock() for _ in range(64)]
@@ -120,11 +150,11 @@ with path.open("rb", buffering=0) as file:
 # %% [markdown]
 # ## 5.1.2 Past the page cache
 #
-# A model of 1.56 TB would push everything else out of the page cache and gain nothing, because each byte is read only
-# once a token. A file that Linux opens with `O_DIRECT` is read in whole pages, straight from the disk into the caller's
-# buffer. macOS has a switch for an open file, `F_NOCACHE`. Where a file had to be read through the page cache,
-# `posix_fadvise` drops its pages afterwards. Windows needs the flag `O_BINARY`: without it, the bytes 13, 10 would be
-# read as one byte, 10.
+# A model of 1.56 TB would remove everything else from the page cache, and gain nothing, because each byte is read at
+# most once for a token. If Linux opens a file with `O_DIRECT`, reads go in whole pages from the disk into the caller's
+# buffer. macOS has a switch for an open file, `F_NOCACHE`. If a file had to be read through the page cache,
+# `posix_fadvise` drops its pages afterwards. Windows needs the flag `O_BINARY`. Without it, the two bytes 13, 10 would
+# be read as the single byte 10.
 
 # %% tags=["export"]
 def has_direct() -> bool:
@@ -172,7 +202,7 @@ def expect_sequential(fd: int) -> None:
 
 
 # %% [markdown]
-# **Check.** Without any of these calls a file is still read. The only cost is that its pages stay in the page cache.
+# The check removes these calls. The file is still read. Only its pages stay in the page cache.
 
 # %%
 with without(os, "O_DIRECT", "posix_fadvise"):
@@ -187,8 +217,8 @@ with without(os, "O_DIRECT", "posix_fadvise"):
 
 
 # %% [markdown]
-# `O_DIRECT` also requires a buffer that begins at a page boundary. `mmap` returns whole pages of zeros and takes none
-# of the machine's memory until they are written. On Windows, `mmap` has no flags and needs none.
+# `O_DIRECT` also requires a buffer that begins at a page boundary. `mmap` returns whole pages of zeros. They take no
+# memory of the machine until they are written. On Windows `mmap` has no flags, and needs none.
 
 # %% tags=["export"]
 def zero_pages(nbytes: int) -> mmap.mmap:
@@ -199,8 +229,8 @@ def zero_pages(nbytes: int) -> mmap.mmap:
 
 
 # %% [markdown]
-# The kernel that reads and multiplies row blocks (5.12) calls the C library's `pread` from machine code, where an
-# offset must have 64 bits: it has on 64-bit Linux. Elsewhere Python reads the same bytes and the kernel only
+# The kernel that reads and multiplies row blocks (5.12) calls the C library's `pread` from machine code. An offset must
+# have 64 bits there, as it has on 64-bit Linux. On other systems Python reads the same bytes, and the kernel only
 # multiplies.
 
 # %% tags=["export"]
@@ -210,8 +240,9 @@ COMPILED_PREAD = sys.platform == "linux" and sys.maxsize > 2**32  # may machine 
 # %% [markdown]
 # ## 5.1.3 Holes, and the bytes of a file on its disk
 #
-# A sparse file is longer than the space it takes on the disk: the system stores no pages for its holes and reads them
-# as zeros. The synthetic model of 5.28 is 1.56 TB long and takes 5 GB. A copy of it must not write the holes out.
+# A sparse file is longer than the space that it takes on the disk. The system stores nothing for its holes, and reads
+# them as zeros. The synthetic model of 5.28 is 1.56 TB long and takes 5 GB. A copy of it must not write the zeros of
+# the holes. So the copy needs to know where the data lie.
 
 # %% tags=["export"]
 def data_runs(fd: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
@@ -252,9 +283,9 @@ with sparse.open("rb") as file:
 # %% [markdown]
 # ## 5.1.4 A name that survives a power cut
 #
-# `fsync` of a file puts its bytes on the disk, but not its name: the name is stored in the folder, and the folder needs
-# an `fsync` of its own. After a power cut between the two, the bytes have no name. Windows cannot open a folder; there
-# the file system's journal must keep the name.
+# `fsync` of a file puts the bytes of the file on the disk, but not its name. The name is stored in the folder, and the
+# folder needs an `fsync` of its own. If the power fails between the two, the bytes are on the disk and have no name.
+# Windows cannot open a folder. There the engine relies on the journal of the file system.
 
 # %% tags=["export"]
 def sync_folder(folder: str | os.PathLike[str]) -> None:
@@ -268,10 +299,10 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
 
 
 # %% [markdown]
-# Two programs that fill one folder should know of each other. A file that says "in use" outlives a program that
-# crashes. A lock of an open file does not: the system drops it when the descriptor is closed, also by the end of the
-# process. Windows has another call, and some network file systems have none; there no lock is taken, and its user must
-# be right without it.
+# Two programs that write to the same folder should know of each other. A file that says "in use" would remain if its
+# program crashes. A lock of an open file does not remain: the system releases it when the descriptor is closed, also at
+# the end of the process. Windows has another call, and some network file systems have none. There no lock is taken, and
+# the code that uses the lock must be right without it.
 
 # %% tags=["export"]
 def lock_file(fd: int) -> bool | None:
@@ -300,11 +331,11 @@ with open(path) as one, open(path) as other:
 # %% [markdown]
 # ## 5.1.5 Memory: returned, used, free
 #
-# The budget is a promise about the process's resident memory. glibc raises a threshold of its own each time a large
-# array is freed, and from then on keeps freed arrays of that size for later, up to 32 MB each. They count as resident.
-# `mallopt` fixes the threshold, so that freed arrays of 1 MiB and more go back to the system at once. `malloc_trim`
-# returns the free memory between small objects. Other C libraries have neither function, and on Windows `ctypes` cannot
-# open "the C library" at all.
+# A budget limits the resident memory of the process. So memory that is freed should go back to the system. The C
+# library glibc does not always return it: each time a large array is freed, glibc raises a threshold, and it keeps
+# freed arrays below the threshold, up to 32 MB each. They count as resident. `mallopt` fixes the threshold, so that
+# freed arrays of 1 MiB and more go back to the system at once. `malloc_trim` returns the free memory between small
+# objects. Other C libraries have neither function, and on Windows `ctypes` cannot open the C library in this way.
 
 # %% tags=["export"]
 def _c_function(name: str) -> Callable[..., Any] | None:
@@ -333,16 +364,16 @@ def trim_freed_memory() -> None:
 # %% [markdown]
 # ## 5.1.6 Files that the system writes
 #
-# Linux publishes what it knows in small text files: `/proc/self/status` for the memory of this process, `/proc/meminfo`
-# for that of the machine, and more in a container. Two things about them surprise.
+# Linux shows its numbers in small text files: `/proc/self/status` has the memory of this process, and `/proc/meminfo`
+# that of the machine. A container has more such files. Two facts about these files need care.
 #
-# They hold bytes, and need not be text. The first line of `/proc/self/status` is the name of the process, cut after 15
-# bytes, which may be in the middle of a character. Read as UTF-8, or in the language of the user's terminal, the file
-# raises an error. So the bytes are decoded as those of file names are: a byte that is no character is kept as it is.
+# First, their bytes need not be valid text. The first line of `/proc/self/status` is the name of the process, cut off
+# after 15 bytes, which may be in the middle of a character. To decode the file as UTF-8 would then raise an error. So
+# the bytes are decoded like those of a file name: a byte that is no character is kept.
 #
-# And any line may be missing. Old kernels have no `MemAvailable`, some containers show half of a file, some systems
-# have no such file. So one function reads lines, one picks the well-formed ones, and each caller says what stands in
-# for a line that is not there.
+# Second, any line may be missing. Old kernels have no `MemAvailable`, some containers show only a part of a file, and
+# some systems have no such file. So one function reads the lines, another picks the well-formed ones, and each caller
+# decides what takes the place of a missing line.
 
 # %% tags=["export"]
 def system_lines(path: str | os.PathLike[str]) -> list[str]:
@@ -377,11 +408,11 @@ assert system_lines("/no/such/file") == [] and system_number("max") is None
 
 
 # %% [markdown]
-# The peak is read in `/proc/self/status` and not from `getrusage`, because a forked process inherits its parent's peak
-# in the figure of `getrusage`. macOS has only `getrusage`, counted in bytes; other systems count it in KiB.
+# The peak is read from `/proc/self/status` and not from `getrusage`, because in `getrusage` a forked process inherits
+# the peak of its parent. macOS has only `getrusage`, and counts it in bytes. Other systems count it in KiB.
 #
-# What a process has in memory is also in `/proc/self/statm`, in pages: the second number is all of it, the third the
-# part that belongs to files. These two stand in for `VmRSS` and `RssFile`.
+# The memory of a process is also in `/proc/self/statm`, in pages: the second number is all of its memory, and the third
+# the part that belongs to files. These two numbers are used if `VmRSS` or `RssFile` is missing.
 
 # %% tags=["export"]
 def status_bytes(field: str) -> int | None:
@@ -423,11 +454,11 @@ def read_call_bytes() -> int | None:
 
 # %% [markdown]
 # A budget is compared with the machine's free memory before anything is allocated. `MemAvailable` is Linux's own
-# estimate of what a new program can have. It counts the page cache as free, but not the part of it that is `Shmem`:
-# files in memory, which have no disk to go to. Where it is missing, the same sum is made from what is there.
+# estimate of the memory that a new program can have. It counts the page cache as free, except `Shmem`: files that exist
+# only in memory. If `MemAvailable` is missing, the engine adds up the other fields in the same way.
 #
-# macOS has no figure that means the same, so there the budget is compared with all memory of the machine. A budget of
-# 64 GB on a machine of 8 GB is refused; a budget that other programs' memory makes impossible is not.
+# macOS has no number with this meaning. There the budget is compared with the whole memory of the machine. So a budget
+# of 64 GB on a machine of 8 GB is refused, but a budget is not refused because other programs use the memory.
 
 # %% tags=["export"]
 def machine_free() -> tuple[int | None, str]:
@@ -455,12 +486,12 @@ for what, figure in (("in memory now", resident_bytes()), ("at most", peak_bytes
 # %% [markdown]
 # ## 5.1.7 Limits of a process, and signals
 #
-# Apart from the machine's memory, a process has limits of its own: how many files it may have open, how many threads
-# its user may run, how many addresses it may use. Each has a soft value, which counts, and a hard one, up to which the
-# process may raise the soft one itself.
+# A process has limits of its own: the number of files that it may have open, the number of threads that its user may
+# run, and the addresses that it may use. Each limit has two values. The soft value is in force. The process may raise
+# it itself, up to the hard value.
 #
-# The released model has 96 files, a packed trunk 94 more, and a reader may hold two descriptors of each. macOS allows a
-# process 256 open files at first. The folder `/dev/fd` lists the files that are open now.
+# The released model has 96 files, a packed trunk has 94 more, and each may need two descriptors. macOS allows a process
+# 256 open files at first. The folder `/dev/fd` lists the files that are open now.
 
 # %% tags=["export"]
 def raised_limit(name: str, wanted: int) -> int | None:
@@ -509,13 +540,13 @@ def open_files_shortage(needed: int) -> str | None:
 
 
 # %% [markdown]
-# A thread needs memory for its stack and an entry among the system's processes. No call says how many more threads a
-# process can have: its user's limit, a container's, the address space may each be the first to end. So as many threads
-# as a command needs are started, and ended again.
+# How many more threads may a process start? No call of the system says it. The limit of the user, the limit of a
+# container or the address space may be reached first. So the engine starts as many threads as a command needs, and ends
+# them again.
 #
-# Address space is limited by `ulimit -v`, private memory by `ulimit -d`. Both count what is reserved, used or not.
-# Whole stacks are reserved: 8 MB a thread unless `ulimit -s` says otherwise. So is an arena, the region from which a
-# thread of a program with glibc takes small pieces of memory.
+# `ulimit -v` limits the address space, and `ulimit -d` private memory. Both count what is reserved, even if it is not
+# used. A thread reserves its whole stack, 8 MB unless `ulimit -s` sets another size. With glibc it also reserves an
+# arena, a region for small pieces of memory.
 
 # %% tags=["export"]
 def startable_threads(wanted: int) -> int:
@@ -570,8 +601,8 @@ def address_shortage(nbytes: int, threads: int) -> str | None:
 
 
 # %% [markdown]
-# numpy, numba and LLVM alone reserve some 400 MB of addresses. Where they do not get them they fail in many ways,
-# before there is a plan. `memory_limits` is what an error message adds then.
+# NumPy, numba and LLVM alone reserve about 400 MB of addresses. If the limit is lower, they fail in many different
+# ways, before there is a plan. Then the error message shows the text of `memory_limits`.
 
 # %% tags=["export"]
 def memory_limits() -> str:
@@ -597,11 +628,11 @@ scratch.cleanup()
 # %% [markdown]
 # ## 5.1.8 Processors that are refused
 #
-# One dependence is on the processor, not on the operating system. The weights are little-endian, and the kernels use
-# their bytes in the order of the file. On a big-endian processor every number would be wrong and nothing would fail. So
-# `import k3lib` refuses a big-endian Python, and a 32-bit one, whose addresses cannot span these files. The check
-# stands in `k3lib/__init__.py` and not in this chapter, because the kernels of folder 1 need it too; `make` makes the
-# same check before it installs anything.
+# One condition concerns the processor and not the operating system. The weights are little-endian, and the kernels use
+# the bytes in the order of the file. On a big-endian processor every number would be wrong, and no error would occur.
+# So `import k3lib` refuses a big-endian Python. It also refuses a 32-bit Python, whose addresses are too short for
+# these files. The check is in `k3lib/__init__.py`, because the kernels of part 1 need it, too. `make` makes the same
+# check before it installs anything.
 
 # %%
 import subprocess
@@ -614,10 +645,14 @@ for change in "sys.byteorder = 'big'", "sys.maxsize = 2**31 - 1":
 # %% [markdown]
 # ## 5.1.9 Summary
 #
-# - Each call that some system lacks has one function, with its fallback beside it. The choice is made at the call.
-# - A missing call costs speed or pages of the page cache, never a right answer. Processors on which the answer would be
+# - Each call that some system lacks has one function, with a fallback beside it. The function chooses when it is
+#   called.
+# - A missing call costs speed or pages of the page cache, and changes no result. Processors on which results would be
 #   wrong are refused.
 #
-# **Exercises.**
-# 1. Remove the lock from `pread`'s fallback and let four threads read one file. How soon is a byte wrong?
-# 2. Call `data_runs` for a file in `/proc` and for a pipe. Which branch answers, and is the answer right?
+# ## Exercises
+#
+# Answer to 2: [exercises of part 5](../answers/05_streaming.ipynb).
+#
+# 1. Remove the lock from `pread`'s fallback, and let four threads read one file. After how many reads is a byte wrong?
+# 2. Call `data_runs` for a file in `/proc` and for a pipe. Which branch gives the answer, and is the answer right?

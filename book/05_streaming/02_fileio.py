@@ -1,9 +1,17 @@
 # %% [markdown]
 # # 5.2 Files read whole or refused, written whole or not at all
 #
-# A model is 1.56 TB in files that took hours to download, and each of them may be truncated, damaged or replaced. At
-# the end of this chapter you can read a file so that no such fault is taken for data, and write one so that a power cut
-# leaves the old file or the new one, never a part of either.
+# The 1.56 TB of the model are in files that took hours to download. Any of them may be cut short, damaged or replaced,
+# and a wrong byte in a weight raises no error by itself. So a file must be read in such a way that a fault is never
+# taken for data. A file that the engine writes must be complete under its name, or not be there. At the end of this
+# chapter you can read a file so that every fault of this kind is refused, and write a file so that a power cut leaves
+# the old file or the new one.
+#
+# > **Without it:** a JSON reader that meets a name twice keeps the last value, and an interrupted write leaves half a
+# > file under the final name.
+# >
+# > **With it:** both cases are tested below: the first is refused in one line, and after the second the old file is
+# > unchanged.
 #
 # Needs chapter [5.1] (what the system offers). Runs in seconds. Makes `k3lib.fileio`.
 #
@@ -50,15 +58,16 @@ folder = Path(scratch.name)
 # %% [markdown]
 # ## 5.2.1 Kinds of error
 #
-# The user of the engine must know what to repair: the command, the download, or neither. So each class of error carries
-# the exit code of the command line: 2 for a request that cannot be served, 4 for weights that are missing or damaged, 1
-# for anything else. Later chapters derive classes of their own from these. A `UsageError` is also a `ValueError`, which
-# is what Python raises for a bad argument. A `MissingFile` is also a `FileNotFoundError`. So a program can catch all
-# that this package explains as `K3Error`, and a missing file as it would anywhere else.
+# When something fails, the user must know what to repair: the command, the download, or neither. So each class of error
+# has an exit code for the command line: 2 for a request that cannot be served, 4 for weights that are missing or
+# damaged, and 1 for anything else. Later chapters derive classes of their own from these. A `UsageError` is also a
+# `ValueError`, Python's error for a bad argument. A `MissingFile` is also a `FileNotFoundError`. So a program can catch
+# all errors of this package as `K3Error`, or a missing file as usual.
 #
-# A good file cannot be opened by a process that has as many files open as it may have. That is no damage, and no
-# download repairs it. So `read_fault` looks at the system's reason, and makes such a failure a `ResourceError`. A
-# command that works with threads asks for them with `require_threads` before its first read.
+# A process may have only a limited number of files open. If it has reached the limit, it cannot open a good file. The
+# file is not damaged then, and a new download does not help. So `read_fault` looks at the reason that the system gives,
+# and turns such a failure into a `ResourceError`. A command that needs threads checks with `require_threads`, before
+# its first read, that they can be started.
 
 # %% tags=["export"]
 class K3Error(Exception):
@@ -104,12 +113,13 @@ def require_threads(wanted: int, what: str) -> None:
 
 
 # %% [markdown]
-# An argument of a wrong type must not get far: `open(5)` opens whatever has the descriptor 5. So public functions
-# refuse it by name, and say what they expected.
+# An argument of a wrong type must be refused early: `open(5)` opens the file that happens to have the descriptor 5. So
+# public functions check their arguments. The error names the argument and says what was expected.
 #
-# A path is made absolute where it enters. Files are opened hours after that, and by then a program may have changed its
-# current folder: a relative path would lead to another file or to none. Links in a path are not followed here. The
-# files of a hub's cache are links, whose own names say which shard they are.
+# A path is made absolute when a function receives it. Some files are opened hours later. By then the program may have
+# changed its current folder, and a relative path would lead to another file or to none. Links in a path are not
+# followed at this point: the files in the cache of a model hub are links, and only the name of the link says which
+# shard it is.
 
 # %% tags=["export"]
 def shown_value(value: object) -> str:
@@ -160,9 +170,9 @@ for value in 5, None, b"model", "":
 # %% [markdown]
 # ## 5.2.2 Bytes from a file
 #
-# One call may read fewer bytes than it was asked for, and never reads more than 2 GiB; K3's embedding has 2.35 GB. So a
-# read is a loop, which ends early only when a call returns no bytes: the file ends there. `where` names the file and
-# the tensor in the error message.
+# One call of the system may read fewer bytes than it was asked for, and it never reads more than 2 GiB. K3's embedding
+# has 2.35 GB. So a read is a loop. It ends early only if a call returns no bytes, because then the file ends there.
+# `where` is the text that names the file and the tensor in an error message.
 
 # %% tags=["export"]
 MAX_READ = 1 << 26  # bytes asked of one call: far below the systems' 2 GiB, so that Python handles signals soon
@@ -189,9 +199,10 @@ def read_exactly(
 
 
 # %% [markdown]
-# Opening a path has traps of its own. A pipe would wait for a writer for ever. A folder can be opened on some systems.
-# A broken link fails with "no such file", though a file of that name is listed. Links that are not broken are followed:
-# the caches of model hubs consist of links.
+# Three kinds of paths are refused when a file is opened. A pipe would make the program wait for a writer. A folder can
+# be opened like a file on some systems. A broken link fails with "no such file", although its name is listed in the
+# folder, so the error says that it is a link. Other links are followed, because the caches of model hubs consist of
+# links.
 
 # %% tags=["export"]
 def _open(path: str | os.PathLike[str]) -> FileIO:
@@ -248,12 +259,16 @@ with open_shard(folder / "three") as file:
 # %% [markdown]
 # ## 5.2.3 JSON, read strictly
 #
-# Python's JSON reader is lenient: if an object holds a name twice, it keeps the last value and says nothing. So each
-# object is checked for equal names when its closing brace is read. Nesting has a bound of its own, because Python
-# parses and prints nested values by recursion, and printing may hit Python's recursion limit where parsing just
-# passed. Headers (5.5), configs (5.3) and vocabularies (5.21) are read by this one function. A value that nobody reads,
-# as the notes in a header, may have these faults. So a fault is kept with its object, and told only if the object is
-# not under the name `ignored`.
+# JSON files describe the model: headers (5.5), configs (5.3) and vocabularies (5.21). One function reads them all. It
+# is stricter than Python's JSON reader in two points:
+#
+# - **Equal names.** If an object has the same name twice, Python keeps the last value without a message. Another
+#   program may keep the first. So the object is refused.
+# - **Nesting.** Python parses and prints nested values by recursion. A text can be parsed just below the recursion
+#   limit and then fail when it is printed. So the depth has a bound.
+#
+# Some values are not used for anything, for example the notes in a header. A fault in them does no harm. So a fault is
+# stored with its object, and raised only if the object is not under the name `ignored`.
 
 # %% tags=["export"]
 DEPTH_MAX = 16  # lists and objects inside one another: a header has 3, a config 6
@@ -325,9 +340,29 @@ assert json_object(b'{"notes": {"a": 1, "a": 2}, "b": 3}', "toy", ignored="notes
 
 
 # %% [markdown]
-# Some things are odd about a file and change no number: notes of another form than usual, a list that leaves out what
-# nobody computes. Whoever refuses these calls a good checkpoint damaged. They are counted, and `k3 census` (5.6) tells
-# them.
+# A gate says what a strict reader must do, and Python's own reader fails it:
+
+# %%
+def check_strict(read):
+    "The gate: an object with a name twice is refused."
+    try:
+        found = read(b'{"hidden_size": 7168, "hidden_size": 128}')
+    except CheckpointError as error:
+        print("refused:", error)
+    else:
+        raise AssertionError(f"a name that is found twice was read as {found}")
+
+
+check_strict(lambda text: json_object(text, "toy"))
+
+# %% tags=["raises-exception"]
+check_strict(json.loads)
+
+
+# %% [markdown]
+# Some facts about a file are unusual and change no number: notes in another form, or a list that leaves out tensors
+# that are not used. A reader that refuses such a file calls a good checkpoint damaged. So these facts are counted, and
+# `k3 census` (5.6) shows them.
 
 # %% tags=["export"]
 class Unusual:
@@ -355,8 +390,9 @@ class Unusual:
 # %% [markdown]
 # ## 5.2.4 Is it still the same file?
 #
-# During a run of several days someone may replace a file. Four numbers reveal it. If the device or the inode differs,
-# it is another file; if the length or the time of the last write differs, it is the same file with other bytes.
+# A run may take several days, and somebody may replace a file meanwhile. Four numbers show it. If the device or the
+# inode differs, the path leads to another file. If the length or the time of the last write differs, the file has been
+# written to.
 
 # %% tags=["export"]
 Fingerprint = tuple[int, int, int, int]
@@ -377,8 +413,8 @@ assert fingerprint(os.stat(folder / "three")) != before, "equal bytes, another f
 # %% [markdown]
 # ## 5.2.5 Written whole
 #
-# When the disk is full, Python's error does not name the file, and may come only when the file is closed. `writing`
-# adds the file's name and the byte at which writing failed.
+# If the disk is full, Python's error does not name the file, and it may occur only when the file is closed. `writing`
+# adds the name of the file and the byte at which writing failed.
 
 # %% tags=["export"]
 @contextmanager
@@ -397,14 +433,13 @@ def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 # %% [markdown]
-# A file must never be found incomplete under its final name. So the bytes go to a hidden file in the same folder. When
-# they are on the disk, the hidden file is renamed, in one step, and the folder is synced because it holds the name
-# ([5.1.4]). Before the renaming a caller may check what was written: the copy of the trunk in 5.19 gets its name only
-# if it equals the original.
+# A file must be complete when it has its final name. So `whole_file` writes to a hidden file in the same folder. When
+# all bytes are on the disk, it renames the hidden file in one step, and then syncs the folder, which stores the name
+# ([5.1.4]). Before the file gets its name, the caller may check it.
 #
-# Renaming removes what had the name before. For a user with all rights that may be a device: a state saved to
-# `/dev/null` would take it from every program of the machine. So only a regular file is replaced. A link is not,
-# because the file that it leads to would keep its old bytes.
+# Renaming removes the file that had the name before. For a user with all rights this could be a device: a state that is
+# saved to `/dev/null` would remove it for every program of the machine. So only a regular file is replaced. A link is
+# not replaced, because the file that it leads to would keep its old bytes.
 #
 # [5.1.4]: 01_system.ipynb#5.1.4-A-name-that-survives-a-power-cut
 
@@ -447,7 +482,8 @@ def whole_file(
 
 
 # %% [markdown]
-# **Check.** An error during writing, and one in `check`: each time the old file stays, and no other file is left.
+# The check raises an error while the file is written, and then an error in `check`. Each time the old file must stay,
+# and no other file may be left.
 
 # %%
 def refuse(part):
@@ -471,13 +507,16 @@ scratch.cleanup()
 # %% [markdown]
 # ## 5.2.6 Summary
 #
-# - A read ends with all bytes, or with one line: which file, at which offset, how many bytes came and how many were
-#   expected.
-# - JSON with a name twice, or nested too deep, is refused. A lenient reader would choose one of the two values.
+# - A read returns all its bytes or raises an error: one line with the file, the offset, the bytes that came and those
+#   that were expected.
+# - JSON that has a name twice, or is nested too deep, is refused.
 # - A file is written under a hidden name, synced, and renamed. A reader finds the old file or the new one.
 #
-# **Exercises.**
-# 1. Leave out the `fsync` in `whole_file`. Which crash does it guard against, and why does the check above still pass?
-# 2. Two processes write the same path with `whole_file` at once. What can a reader find?
-# 3. Replace a file by one of equal length and equal time of the last write, but with other bytes. Which of the four
+# ## Exercises
+#
+# The answers are in [exercises of part 5](../answers/05_streaming.ipynb).
+#
+# 1. Remove the `fsync` from `whole_file`. Against which failure does it help, and why does the check above still pass?
+# 2. Two processes write the same path with `whole_file` at the same time. What can a reader find?
+# 3. A file is replaced by another one with the same length and the same time of the last write. Which of the four
 #    numbers of `fingerprint` differs?

@@ -1,9 +1,16 @@
 # %% [markdown]
 # # 5.3 A config that is accepted, or refused
 #
-# Everything that this engine knows about the shape of Kimi K3 it reads from one small file, `config.json`. At the end
-# of this chapter you can turn that file into 30 numbers that the rest of the book relies on, or refuse it with one line
-# that says why.
+# The engine reads the shape of Kimi K3 from one small file, `config.json`: how many layers, how wide, which layer has
+# which attention. A wrong byte in a weight damages one number. A wrong number in the config damages all of them, and no
+# program crashes: the model computes with an epsilon ten times too small, or with one layer of the wrong kind, and
+# still writes text. So this chapter gives no field a default if anything is computed from it. At the end you can turn
+# the file into 30 numbers on which the rest of the book relies, or refuse the file with one line that says why.
+#
+# > **Without it:** an engine that reads the layer lists from zero gives 45 layers the wrong kind,<!--claim moved--> and
+# > nothing crashes.
+# >
+# > **With it:** each field is read, or the file is refused with the field, the value found and the value expected.
 #
 # Needs chapter [5.2] (files) and the parts of the model, chapters [2.2] to [4.2]. Runs in seconds. Makes
 # `k3lib.config`.
@@ -39,10 +46,9 @@ ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_
 plt.style.use(ROOT / "book" / "k3.mplstyle")
 
 # %% [markdown]
-# A wrong byte in a weight damages one number. A wrong number in the config damages all of them, and no program crashes:
-# an epsilon ten times too small, one layer of the wrong kind, another activation. So no field that is computed with has
-# a default here. Its value is read from the file, or the file is refused. A field that nothing is computed from may
-# hold what it likes. If it holds something odd, that is written down, and `k3 census` (5.6) tells it.
+# There are two kinds of fields. If the engine computes with a field, its value is read from the file, or the file is
+# refused. If nothing is computed from a field, it may have any value. If this value is unusual, the reader notes it,
+# and `k3 census` (5.6) shows it.
 #
 # | symbol | meaning | in K3 | name in code |
 # |---|---|---|---|
@@ -56,9 +62,9 @@ plt.style.use(ROOT / "book" / "k3.mplstyle")
 #
 # ## 5.3.1 The file
 #
-# The file is read by the strict JSON reader of [5.2.3], and its size is checked before the first byte is read. The
-# released file has a few thousand bytes. The bound of 4 MB leaves room for a long list of tensor names in the
-# quantization's exceptions, and hostile text of that size makes less than 100 MB of Python objects.
+# The strict JSON reader of [5.2.3] reads the file. The size of the file is checked before the first byte is read. The
+# released file has a few thousand bytes. The bound of 4 MB leaves room for a long list of tensor names. Even hostile
+# text of this size becomes less than 100 MB of Python objects.
 #
 # [5.2.3]: 02_fileio.ipynb#5.2.3-JSON,-read-strictly
 
@@ -96,7 +102,8 @@ def load_json(path: str | os.PathLike[str]) -> dict:
 
 
 # %% [markdown]
-# By hand: an object with a key given twice, and lists a hundred deep. Python's own reader keeps the last value.
+# By hand: an object that has a key twice, and lists that are nested a hundred deep. For the first, Python's own reader
+# keeps the last value.
 
 # %%
 scratch = Path(tempfile.mkdtemp())
@@ -114,9 +121,9 @@ for text in twice, deep:
 # %% [markdown]
 # ## 5.3.2 Faults are collected, then reported together
 #
-# Repairing a config should not take one run of the engine for each missing field. A `Reading` follows dotted paths
-# through the tree and fills three lists: the fields that are missing, the values that are wrong, and those that are odd
-# but not used.
+# A user who repairs a config should see all faults at once, and not one in each run. So a `Reading` collects them. It
+# follows dotted paths through the tree, and fills three lists: fields that are missing, values that are wrong, and
+# unusual values that are not used.
 
 # %% tags=["export"]
 @dataclass
@@ -160,7 +167,7 @@ class Reading:
 
 
 # %% [markdown]
-# Each kind of field has its own method. It returns the value, or records a fault and returns None.
+# Each kind of field has its own method. The method returns the value, or it records a fault and returns None.
 
 # %% tags=["export"]
 class Reading(Reading):
@@ -197,9 +204,9 @@ class Reading(Reading):
 
 
 # %% [markdown]
-# Three faults in a toy tree. `True` is an integer to Python's `isinstance`, and 4.0 equals 4; a config may use
-# neither for a count. JSON's `NaN` is read as a number and fails the range test, because no comparison with it is
-# true.
+# A small tree with three faults. For Python's `isinstance`, `True` is an integer, and 4.0 equals 4. A config may use
+# neither as a count. Python reads `NaN` as a number. It fails the test of its range, because every comparison with NaN
+# is false.
 
 # %%
 toy = Reading({"text_config": {"hidden_size": True, "rms_norm_eps": float("nan"), "num_experts": 896}})
@@ -213,8 +220,8 @@ print("wrong:  ", *toy.wrong, sep="\n  ")
 # %% [markdown]
 # ## 5.3.3 The fields that are read
 #
-# Four tables hold most fields. Integers and reals have a range in which they are accepted. The upper ends are ten or
-# more times K3's own numbers; a larger size is refused before anything is allocated for it.
+# Four tables list most fields. An integer or a real number must be in a range. The upper end of each range is at least
+# ten times K3's own number. A larger size is refused before anything is allocated for it.
 
 # %% tags=["export"]
 INTEGERS = {  # key in text_config: (name in Config, least and greatest value that is accepted)
@@ -250,9 +257,9 @@ REALS = {  # the same for real numbers
 }
 
 # %% [markdown]
-# `FIXED` holds the choices that this book derives: SiTU, sigmoid routing without groups, no rotary embedding. A config
-# with another value describes another model. `topk_method` may be absent, which means the only supported value. A null
-# counts as absent everywhere.
+# `FIXED` lists the choices for which this book has code: SiTU, sigmoid routing without groups, no rotary embedding. A
+# config with another value describes another model, and is refused. `topk_method` may be absent, which means the only
+# supported value. A null counts as absent.
 
 # %% tags=["export"]
 FIXED = {  # key in text_config: its only value that is implemented
@@ -272,9 +279,9 @@ FIXED_IF_GIVEN = {"topk_method": "noaux_tc"}  # as FIXED, but the field may be a
 
 
 # %% [markdown]
-# Then come the rules between fields. In MXFP4, 32 weights of a row share one scale, so the two widths that experts
-# multiply over must be multiples of 32. In MLA every head has keys and values of its own, which the shape of
-# `kv_b_proj` shows (5.4), so nothing is computed from `num_key_value_heads`.
+# Some rules concern several fields. In MXFP4, 32 weights of a row share one scale. So the two widths of the rows of
+# experts must be multiples of 32. In MLA each head has its own keys and values, and the shape of `kv_b_proj` shows how
+# many (5.4). So nothing is computed from `num_key_value_heads`.
 
 # %% tags=["export"]
 def check_widths(r: Reading, n: dict[str, Any]) -> None:
@@ -328,9 +335,9 @@ def check_quantization(r: Reading) -> None:
 
 
 # %% [markdown]
-# The released file has the bos, eos and pad ids, like `tie_word_embeddings`, outside `text_config`; other files have
-# them inside. Both places are read. The eos ids end an answer, so a file in which they disagree is refused. Nothing is
-# computed from the other two: `-1` for "none" is as good as a token.
+# The released file has the ids of bos, eos and pad, and `tie_word_embeddings`, outside `text_config`. Other files have
+# them inside. Both places are read. The eos ids end an answer, so a file whose two places disagree about them is
+# refused. Nothing is computed from bos and pad, so they may also be -1, which means none.
 
 # %% tags=["export"]
 def read_token_ids(r: Reading, vocab: int | None) -> dict[str, Any]:
@@ -360,10 +367,10 @@ def read_token_ids(r: Reading, vocab: int | None) -> dict[str, Any]:
 # %% [markdown]
 # ## 5.3.4 Layer lists count from one
 #
-# `linear_attn_config` has two lists, `kda_layers` and `full_attn_layers`. They count from 1; tensor names and this book
-# count from 0. Each of $1..93$ must be in exactly one of the two lists, once. A model may have
-# `num_nextn_predict_layers` more layers, which predict further tokens. Greedy decoding does not use them, so it does
-# not matter whether the lists name them.
+# `linear_attn_config` has two lists, `kda_layers` and `full_attn_layers`. The lists count layers from 1. The names of
+# tensors, and this book, count from 0. Each number from 1 to 93 must be in exactly one of the two lists, once. A model
+# may have `num_nextn_predict_layers` more layers, which predict further tokens. Greedy decoding does not use these, so
+# the lists may name them or not.
 
 # %% tags=["export"]
 def read_layer_lists(r: Reading, layers: int | None, more: int = 0) -> tuple[frozenset[int], frozenset[int]]:
@@ -411,9 +418,9 @@ print(*lists_of([0, 1, 2, 3], [3], 5)[1], sep="\n")
 # %% [markdown]
 # ## 5.3.5 The numbers
 #
-# `Config` is a frozen record with `config.json`'s own names. From it the next chapter derives the name, dtype and shape
-# of every tensor that a checkpoint of this shape must hold. If the tensors in the files are the same, the numbers are
-# right.
+# `Config` is a frozen record with the names of `config.json`. From it the next chapter derives the name, dtype and
+# shape of every tensor that a checkpoint of this shape must have. If the files have exactly these tensors, the numbers
+# that decide a shape are right.
 
 # %% tags=["export"]
 @dataclass(frozen=True)
@@ -455,7 +462,7 @@ class Config:
 
 
 # %% [markdown]
-# Many chapters ask two questions about a layer: which attention it has, and whether its feed-forward half is one dense
+# Many chapters need two facts about a layer: which attention it has, and whether its feed-forward half is one dense
 # MLP.
 
 # %% tags=["export"]
@@ -473,6 +480,8 @@ class Config(Config):
 
 # %% [markdown]
 # ## 5.3.6 Reading the config
+#
+# `read_config` reads all fields, applies all rules, and raises one error with all faults.
 
 # %% tags=["export"]
 MORE_LAYERS = "num_nextn_predict_layers"
@@ -512,8 +521,8 @@ def read_config(model_dir: str | os.PathLike[str]) -> Config:
 
 
 # %% [markdown]
-# The config of a folder that `k3 synth` filled (5.28) says so. Every command that prints figures repeats it, so that
-# nobody takes them for figures of the released model.
+# `k3 synth` (5.28) makes models with random weights, and marks their config. Every command that prints results of such
+# a model says so. Otherwise a reader could take them for results of the released model.
 
 # %% tags=["export"]
 def is_synthetic(model_dir: str | os.PathLike[str]) -> bool:
@@ -522,8 +531,8 @@ def is_synthetic(model_dir: str | os.PathLike[str]) -> bool:
 
 
 # %% [markdown]
-# The released numbers (`fixtures/k3`, typed in from the published configuration) beside those of the small model in
-# this repository.
+# Here are the numbers of the released model (`fixtures/k3`, typed in from the published configuration), beside those of
+# the small model in this repository.
 
 # %%
 MODEL = ROOT / "fixtures/oracle13/model"
@@ -536,10 +545,11 @@ assert (len(k3.kda_layers), len(k3.mla_layers)) == (69, 24) and not is_synthetic
 # %% [markdown]
 # ## 5.3.7 Two traps of the layer lists
 #
-# **Trap: a one-based layer list read as zero-based.** 45 of the 93 layers change kind, and nothing crashes.
+# **First trap: the lists are read as if they counted from zero.** Then 45 of the 93 layers have the wrong kind, and
+# nothing crashes.
 #
-# **Trap: layer 93 taken for KDA.** The lists seem to follow a rule, "every fourth layer is MLA". The rule is wrong for
-# one layer: counted from one, 92 and 93 are both MLA.
+# **Second trap: the last layer is taken for KDA.** The lists seem to follow the rule that every fourth layer is MLA.
+# The rule is wrong for one layer: counted from one, layers 92 and 93 are both MLA.
 
 # %%
 def maps(c):
@@ -551,6 +561,7 @@ def maps(c):
 
 rows = maps(k3)
 wrong = [sum(a != b for a, b in zip(row, rows[0])) for row in rows]
+assert wrong[1] == 45  # claim moved
 fig, ax = plt.subplots(figsize=(6, 2.2))
 ax.imshow(rows, aspect="auto", cmap="Blues", vmin=-0.4, vmax=1.4, interpolation="nearest")
 for y, row in enumerate(rows):
@@ -564,14 +575,33 @@ plt.show()
 
 
 # %% [markdown]
-# Neither mistake crashes here. Both are refused by the comparison of [5.4.3]: the tensors that they imply are not those
-# in the files.
+# Neither mistake crashes. A gate that counts the MLA layers and looks at the last two notices both, as the next cells
+# show. The comparison of [5.4.3] needs no such knowledge: the tensors that a wrong list implies are not those in the
+# files.
+#
+# [5.4.3]: 04_tensors.ipynb#5.4.3-Every-tensor-that-a-config-implies
+
+# %%
+def check_kinds(name, is_mla):
+    "The gate: 24 layers are MLA, and the last two are among them."
+    assert sum(is_mla) == 24 and is_mla[-2:] == [True, True], f"{name}: {sum(is_mla)} layers are MLA, expected 24"
+    print(f"{name}: 24 layers are MLA, the last two among them")
+
+
+check_kinds("the lists", rows[0])
+
+# %% tags=["raises-exception"]
+check_kinds("counted from 0", rows[1])
+
+# %% tags=["raises-exception"]
+check_kinds("every fourth", rows[2])
+
 
 # %% [markdown]
 # ## 5.3.8 Refusals, live
 #
-# Each refusal is one line: the file, the field, what was found, what was expected. The last two faults are in one file,
-# and one line reports both.
+# Each refusal is one line with the field, the value found and the value expected. The last file has two faults, and one
+# line reports both.
 
 # %%
 def refusal(*changes):
@@ -602,12 +632,15 @@ shutil.rmtree(scratch)
 # %% [markdown]
 # ## 5.3.9 Summary
 #
-# - No field that is computed with has a default: it is read, or reported as missing with all others, or refused with
-#   what was expected. A field that is not computed with is never a reason to refuse.
-# - The layer lists count from one, and each layer is in one of them. A rule of thumb gets the last layer wrong.
-# - A accepted config is 30 numbers. The next chapter derives from them what the files must hold.
+# - A field that is computed with has no default. It is read, or the file is refused with all its faults in one line. A
+#   field that is not computed with is never a reason to refuse a file.
+# - The layer lists count from one, and each layer is in one of them. The rule of four is wrong for the last layer.
+# - An accepted config is 30 numbers. The next chapter derives from them which tensors the files must have.
 #
-# **Exercises.**
-# 1. Write the message that a config with `qk_rope_head_dim: 0` should get, and the change that would support it.
-# 2. Add a field to the embedded model's config that the reader never reads. Should the config be refused? What would
-#    break?
+# ## Exercises
+#
+# Answer to 2: [exercises of part 5](../answers/05_streaming.ipynb).
+#
+# 1. Which message should a config with `qk_rope_head_dim: 0` get, and what would have to change to support it?
+# 2. Add a field to the embedded model's config that the reader does not read. Should the config be refused? What speaks
+#    for it, and what against it?

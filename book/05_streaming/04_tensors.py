@@ -1,9 +1,15 @@
 # %% [markdown]
 # # 5.4 The one table of tensors
 #
-# The config has 30 numbers, the checkpoint 497,052 tensors of the text stack. This chapter is the table that leads from
-# the one to the other. At the end you can say of any tensor its name, its type and shape, the part of the model it
-# belongs to, and when the forward pass uses it. And you can refuse files that do not hold exactly these tensors.
+# The config has 30 numbers, and the text stack of the checkpoint has 497,052 tensors. Reading, planning, multiplying
+# and copying all need the names of tensors, their shapes and their order. If each of these modules spelled them for
+# itself, they could disagree. So one table leads from the config to the tensors. At the end of this chapter you can say
+# of any tensor its name, its type and shape, the part of the model that it belongs to, and when the forward pass uses
+# it. And you can refuse files that do not have exactly these tensors.
+#
+# > **Without it:** 497,052 names<!--claim names--> have to be known.
+# >
+# > **With it:** a table of 50 rows<!--claim rows--> gives all of them, in the order of use.
 #
 # Needs chapter [5.3] (the config). Runs in seconds. Makes `k3lib.tensors`.
 #
@@ -26,11 +32,8 @@ import schematics
 schematics.where(read_config(ROOT / "fixtures/k3"), "files")
 
 # %% [markdown]
-# A name that is spelled in two places will be misspelled in one of them. An order in one list and shapes in another
-# will not stay in agreement. So no other module spells a tensor's name: reading, planning, multiplying and copying all
-# use this table.
-#
-# The letters below stand for sizes, in the table of this chapter's code and nowhere else.
+# No other module of the book spells the name of a tensor. In the table the sizes are written as letters. These letters
+# are used in the code of this chapter and nowhere else.
 #
 # | size | meaning | in K3 |
 # |---|---|---|
@@ -71,10 +74,10 @@ small, k3 = read_config(MODEL), read_config(ROOT / "fixtures/k3")
 # %% [markdown]
 # ## 5.4.1 The table
 #
-# One row of the table is one tensor of a layer: the short name that a layer's equations use, its name in the
-# checkpoint, its type, and its shape in the symbols above. A model that does not fit in memory is read in the order of
-# use, so **the rows of a part stand in the order in which the forward pass uses them**. The order is data, not control
-# flow.
+# One row of the table is one tensor of a layer: the short name that the equations of the layer use, its name in the
+# checkpoint, its type, and its shape in the letters above. A model that does not fit in memory is read in the order of
+# use. So **the rows of a part are in the order in which the forward pass uses them**, and other modules take the order
+# from the table.
 
 # %% tags=["export"]
 class Row(NamedTuple):
@@ -98,10 +101,10 @@ def _rows(prefix: str, *lines: tuple[str, ...]) -> tuple[Row, ...]:
 
 
 # %% [markdown]
-# Before each half of a layer, the residual stream is mixed over depth (3.2) and normed. Then one of two kinds of
-# attention follows. `A_log` has one entry a head, but the released files pad it to the head width: its length `a` is
-# 128 for 96 heads. MLA multiplies by the key and value rows of one head at a time, so the rows of a head of `kv_b_proj`
-# stay together.
+# Before each half of a layer, the residual stream is mixed over depth (3.2) and normed. Then one of the two kinds of
+# attention follows. `A_log` has one entry for each head, but the released files pad it to the width of a head: its
+# length `a` is 128 for 96 heads. MLA multiplies with the key rows and value rows of one head at a time. So the rows of
+# a head in `kv_b_proj` must be read together.
 
 # %% tags=["export"]
 _ATTENTION_NORMS = _rows("", ("self_attention_res_norm", "BF16", "H"), ("self_attention_res_proj", "BF16", "1 H"),
@@ -127,10 +130,10 @@ _MLA = _rows(
 )
 
 # %% [markdown]
-# The feed-forward half is one dense MLP in the first layer and latent experts in all others. The router stands first:
-# the experts to fetch are known only from its result. An expert's matrix is two tensors, with a packed byte for two
-# weights and a scale byte for 32. Before the layers comes the embedding, of which a token uses one row. After them come
-# the last mix, the last norm and the head.
+# The feed-forward half is one dense MLP in the first layer, and latent experts in all others. The router comes first,
+# because only its result says which experts are needed. A matrix of an expert is two tensors: one has a packed byte for
+# two weights, the other a scale byte for 32 weights. Before the layers comes the embedding, of which a token uses one
+# row. After the layers come the last mix, the last norm and the head.
 
 # %% tags=["export"]
 _DENSE = _rows("mlp.", ("gate_proj", "BF16", "I H"), ("up_proj", "BF16", "I H"), ("down_proj", "BF16", "H I"))
@@ -161,11 +164,12 @@ TABLE = {
 # %%
 for part, rows in TABLE.items():
     print(f"{part:16s}", *(f"{row.short} [{', '.join(row.shape)}]" for row in rows[:3]), "..." * (len(rows) > 3))
+print("rows of the table:", sum(map(len, TABLE.values())))  # claim rows
 
 
 # %% [markdown]
-# The values of the symbols come from the config alone. `A_log` is padded to the head width only if that is more than
-# the number of heads: with 48 heads of width 32, it has 48 entries.
+# The values of the letters follow from the config alone. `A_log` is padded to the width of a head only if the width is
+# larger than the number of heads: with 48 heads of width 32 it has 48 entries.
 
 # %% tags=["export"]
 def sizes(config: Config) -> dict[str, int]:
@@ -188,8 +192,8 @@ def sizes(config: Config) -> dict[str, int]:
 # %% [markdown]
 # ## 5.4.2 Names
 #
-# Equations name a tensor by its layer, its part and its short name. A short name that is not in the table is a
-# `KeyError`, so a misspelled name in an equation fails at once.
+# The equations of a layer name a tensor by the layer, the part and the short name. A short name that is not in the
+# table raises a `KeyError`. So a misspelled name fails when it is first used.
 
 # %% tags=["export"]
 TEXT_STACK = "language_model."
@@ -234,9 +238,10 @@ except KeyError as error:
     print("KeyError", error)
 
 # %% [markdown]
-# In the other direction, a name leads to its tensor. Of the 497,220 names of the release, 494,592 differ only in two
-# numbers, the layer and the expert. With all numbers replaced by `#`, 59 patterns remain. The index of the next chapter
-# stores patterns, and the functions below tell from the pattern where a tensor belongs.
+# The other direction leads from a name in the checkpoint to its place in the model. Of the 497,220 names of the
+# release, 494,592 belong to experts, and differ only in a few endings and two numbers: the layer and the expert. If
+# every number is replaced by `#`, only 59 different patterns remain. The index of the next chapter stores patterns. The
+# functions below find out from a pattern where a tensor belongs.
 
 # %% tags=["export"]
 _NUMBER = re.compile(r"\.(0|[1-9][0-9]{0,5})(?=\.|\Z)")
@@ -271,8 +276,8 @@ for name in expert_name(92, 895, "w1"), "lm_head.weight", "a.007.b", "a.#.5":
 
 
 # %% [markdown]
-# A tensor's place and its part follow from the pattern. A report counts the bytes of the trunk, of the experts, and of
-# all other tensors; the census of 5.6 divides the other tensors further.
+# The place of a tensor and its part follow from the pattern. A report counts the bytes of the trunk, of the experts,
+# and of all other tensors. The census of 5.6 divides the other tensors further.
 
 # %% tags=["export"]
 class Place(NamedTuple):
@@ -322,8 +327,9 @@ def part_of(name: str) -> str:
 # %% [markdown]
 # ## 5.4.3 Every tensor that a config implies
 #
-# The table, repeated for the config's layers, is the list of tensors that a checkpoint must hold. If one of the
-# config's numbers is wrong, the list is wrong too. So if the list agrees with the files, the numbers are right.
+# The table, repeated for each layer of the config, is the list of all tensors that a checkpoint must have. If a number
+# that decides a name or a shape is wrong, the list is wrong, too. So if the list agrees with the files, these numbers
+# are right.
 
 # %% tags=["export"]
 class Tensor(NamedTuple):
@@ -373,8 +379,9 @@ def text_tensors(config: Config) -> Iterator[Tensor]:
 
 
 # %% [markdown]
-# **Check.** The embedded model was written by a generator that shares no code with this book. The list must agree with
-# its headers in every name, dtype and shape. The headers hold four more tensors, all of the image side.
+# The check uses the embedded model, which a generator wrote that shares no code with this book. The list must agree
+# with the headers of its files in every name, dtype and shape. The files have four more tensors, which belong to the
+# image side.
 
 # %%
 def headers(folder):
@@ -394,39 +401,50 @@ assert all(stored.get(name) == what for name, what in implied.items())
 assert {census_part(split_name(name)[0]) for name in stored.keys() - implied.keys()} == {"mm_projector", "vision_tower"}
 
 # %% [markdown]
-# The same for the released numbers. The released index has 497,220 tensors in 1,560,860,324,864 bytes; 168 of them
-# belong to the projector and the vision tower, which this engine does not run. The sum of the others must agree to the
-# byte.
+# The second check uses the released numbers. The released index has 497,220 tensors with 1,560,860,324,864 bytes. Of
+# these, 168 tensors belong to the projector and the vision tower, which this engine does not run. The bytes of the
+# others must agree exactly.
 
 # %%
 WIDTH = {"BF16": 2, "F32": 4, "U8": 1}
 bytes_of = {name: WIDTH[dtype] * math.prod(shape) for name, dtype, shape in text_tensors(k3)}
 print(f"{len(bytes_of):,} tensors, {sum(bytes_of.values()):,} bytes")
-assert len(bytes_of) == 497_220 - 168
+assert len(bytes_of) == 497_220 - 168 == 497_052  # claim names
 assert sum(bytes_of.values()) == 1_560_860_324_864 - 92_289_024 - 802_428_928
 
 # %% [markdown]
-# This comparison refuses the two mistakes of [5.3.7]. Layer lists that are counted from zero, or replaced by the rule
-# of four, imply other tensors than the embedded model holds: its last two layers are both MLA, too.
+# The comparison also refuses the two mistakes of [5.3.7]. Layer lists that are counted from zero, or replaced by the
+# rule of four, imply other tensors than the embedded model has. (Its last two layers are both MLA, like those of K3.)
 #
 # [5.3.7]: 03_config.ipynb#5.3.7-Two-traps-of-the-layer-lists
 
 # %%
 everyone = range(small.num_hidden_layers)
-for label, mla in (("the lists", small.mla_layers), ("counted from 0", {L + 1 for L in small.mla_layers}),
-                   ("every fourth", {L for L in everyone if L % 4 == 3})):
+
+
+def check_stored(label, mla):
+    "The gate: with these MLA layers, every tensor that the config implies is stored."
     mla = frozenset(mla) & {*everyone}
-    misread = replace(small, mla_layers=mla, kda_layers=frozenset(everyone) - mla)
-    absent = sum(stored.get(name) != (dtype, shape) for name, dtype, shape in text_tensors(misread))
-    print(f"{label:15} {absent:3} of {len(implied)} tensors not as stored")
-    assert (absent == 0) == (label == "the lists")
+    read = replace(small, mla_layers=mla, kda_layers=frozenset(everyone) - mla)
+    absent = sum(stored.get(name) != (dtype, shape) for name, dtype, shape in text_tensors(read))
+    assert not absent, f"{label}: {absent} of {len(implied)} tensors are not stored like this"
+    print(f"{label}: all tensors as stored")
+
+
+check_stored("the lists", small.mla_layers)
+
+# %% tags=["raises-exception"]
+check_stored("counted from 0", {L + 1 for L in small.mla_layers})
+
+# %% tags=["raises-exception"]
+check_stored("every fourth", {L for L in everyone if L % 4 == 3})
 
 
 # %% [markdown]
 # ## 5.4.4 The order of the forward pass
 #
-# Streamed tensors are read in this order: those of the layers, the last mix and norm, the head. The experts are not in
-# it: which of them a token needs is known only from the router's result.
+# Streamed tensors are read in this order: the tensors of the layers, the last mix, the last norm, the head. The routed
+# experts are not in this order, because only the router's result says which of them a token needs.
 
 # %% tags=["export"]
 def forward_order(config: Config) -> Iterator[str]:
@@ -451,8 +469,8 @@ for name in order:
         print("  ", name.removeprefix("language_model.model."), list(implied[name][1]))
 
 # %% [markdown]
-# Every tensor of the text stack is in this order once, or belongs to a routed expert, or is the embedding, of which a
-# forward pass reads one row a token.
+# Every tensor of the text stack is in this order exactly once, with two exceptions: the tensors of routed experts, and
+# the embedding, of which a forward pass reads one row for each token.
 
 # %%
 others = implied.keys() - {*order} - {EMBED}
@@ -462,9 +480,9 @@ print(len(implied), "=", len(order), "in the order +", len(others), "of experts 
 
 
 # %% [markdown]
-# Streaming asks two questions about a tensor. A matrix can be read in row blocks; vectors, convolutions and projections
-# to one row (53 MB of 108.8 GB) always stay in memory. And the router is read before all other tensors of its half of
-# the layer.
+# The streaming chapters need two more facts about a tensor. Is it a matrix, which can be read in row blocks? Vectors,
+# convolutions and projections to one row always stay in memory; they are 53 MB of 108.8 GB. And is it a router, which
+# is read before all other tensors of its half of the layer?
 
 # %% tags=["export"]
 class HasShape(Protocol):
@@ -490,11 +508,14 @@ def is_router(name: str) -> bool:
 # %% [markdown]
 # ## 5.4.5 The files against the list
 #
-# Spelling half a million names takes a second, so a checkpoint is compared by families. Tensors that differ only in
-# layer and expert are one family, and the index answers for all of them at once. `A_log` may have any padding after its
-# heads, and no code may read the padding. A checkpoint may also hold the layers that predict further tokens, if its
-# config says how many they are ([5.3.4]). Their tensors are not looked at. Without that number, a layer too many is
-# refused: the config may be that of another model.
+# Before a run, the files are compared with the list. To spell half a million names takes a second. So the comparison
+# works with *families*: all tensors that differ only in layer and expert are one family, and the index checks a whole
+# family at once.
+#
+# Two differences are allowed. `A_log` may have any padding after its heads, and no code reads the padding. And a
+# checkpoint may have the layers that predict further tokens, if its config says how many they are ([5.3.4]). Their
+# tensors are not checked. Without that number, an additional layer is refused, because the config may belong to another
+# model.
 #
 # [5.3.4]: 03_config.ipynb#5.3.4-Layer-lists-count-from-one
 
@@ -546,8 +567,8 @@ for f in folded:
 
 
 # %% [markdown]
-# The comparison needs only two answers from a checkpoint: how many tensors have a prefix, in all layers or in some, and
-# which types and shapes the tensors of a family have.
+# For this comparison a checkpoint must answer two questions. How many tensors have a prefix, in all layers or in some?
+# Which types and shapes do the tensors of a family have?
 
 # %% tags=["export"]
 class TensorList(Protocol):
@@ -578,7 +599,7 @@ def _families_agree(config: Config, checkpoint: TensorList) -> bool:
 
 
 # %% [markdown]
-# Only if the families do not agree does check_tensors spell names, to find the first tensor that is missing, has
+# `check_tensors` spells names only if the families do not agree. Then it finds the first tensor that is missing, has
 # another type or shape, or is not implied by the config.
 
 # %% tags=["export"]
@@ -612,8 +633,8 @@ def check_tensors(config: Config, checkpoint: TensorList) -> None:
 # %% [markdown]
 # ## 5.4.6 What the list weighs
 #
-# More than nine tenths of the bytes are routed experts, of which a token needs 16 in 896. This is why the chapters that
-# follow stream the weights.
+# More than nine tenths of the bytes are routed experts. A token needs only 16 of the 896 experts of a layer. Therefore
+# the chapters that follow stream the weights.
 
 # %%
 def label(name):
@@ -662,14 +683,17 @@ print(f"{len(folded)} families found in {1e3 * (time.perf_counter() - start):.0f
 # %% [markdown]
 # ## 5.4.7 Summary
 #
-# - One table holds each tensor's short name, name in the checkpoint, dtype, shape in symbols, and the rows that stay
-#   together, in the order of use.
-# - The config's numbers turn it into the exact list of a checkpoint's tensors, down to 1,559,965,606,912 bytes.
-# - Layer, part and short name lead to the checkpoint's name, and the checkpoint's name leads back to them.
+# - One table has the short name of each tensor, its name in the checkpoint, its dtype, its shape in letters, and the
+#   rows that must stay together. Its rows are in the order of use.
+# - The numbers of the config turn the table into the exact list of a checkpoint's tensors, with 1,559,965,606,912
+#   bytes.
+# - Layer, part and short name give the name in the checkpoint, and this name gives them back.
 #
-# **Exercises.**
-# 1. Which integers of K3's config can change without a change of `text_tensors`? Find all of them by trying each, and
-#    say which check would find a wrong value of each one.
-# 2. `shape_fits` accepts any padding of `A_log`. Which check could tell padding from a file that holds one entry for
-#    each channel?
-# 3. Swap two rows of `_KDA`. Which part of the engine would notice, and how?
+# ## Exercises
+#
+# Answers to 1 and 3: [exercises of part 5](../answers/05_streaming.ipynb).
+#
+# 1. Which integers of K3's config can change without a change of `text_tensors`? Find them by trying each one.
+# 2. `shape_fits` accepts any padding of `A_log`. Which check could tell padding from a file that has one entry for each
+#    channel?
+# 3. Exchange two rows of `_KDA` in the table. Which part of the engine notices it, and how?

@@ -1,9 +1,14 @@
 # %% [markdown]
 # # 5.5 Headers, and half a million tensors in four columns
 #
-# Kimi K3 is 1.56 TB in 96 files: too much to load only to see which tensors it holds. Each file begins with a header
-# that says where its tensors lie. At the end of this chapter you can read such a header, refuse one that contradicts
-# itself or its file, and keep the places of all 497,220 tensors in 12 MB.<!--claim index-->
+# Kimi K3 is 1.56 TB in 96 files. To load them only to see which tensors they have would take minutes. Each file begins
+# with a header that says where its tensors lie. If a place in a header is wrong, the model computes with wrong weights
+# and no error occurs. So a header must be checked before it is used. At the end of this chapter you can read such a
+# header, refuse one that contradicts itself or its file, and keep the places of all tensors in little memory.
+#
+# > **Without it:** an offset that is counted from the wrong place gives wrong numbers, and no check of sizes notices.
+# >
+# > **With it:** every place is checked, and all 497,220 tensors are kept in 12 MB.<!--claim index-->
 #
 # Needs chapters [5.2] (files) and [5.4] (names). Runs in seconds. Makes `k3lib.header`.
 #
@@ -50,8 +55,8 @@ ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_
 # %% [markdown]
 # ## 5.5.1 By hand: a file of two tensors
 #
-# A safetensors file has three parts, one after the other: eight bytes with the header's length, the header as JSON, and
-# the numbers. Here is a whole file. Shapes and types are in the text; the numbers are bytes without any structure.
+# A safetensors file has three parts: eight bytes with the length of the header, the header as JSON text, and the data.
+# Shapes, types and places are in the header. The data are numbers without any structure. Here is a whole file:
 
 # %%
 text = (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
@@ -61,26 +66,40 @@ print(toy[:8].hex(" "), "->", int.from_bytes(toy[:8], "little"), "bytes of text"
 print(toy[-14:].hex(" "), " the data: a is 8 bytes, b is 6")
 
 # %% [markdown]
-# `b` begins at byte $8 + 111 + 8 = 127$. Its type BF16 is the upper half of a float32, so sixteen zero bits put
-# behind it give the value back exactly: `803f`, low byte first, is `3f80 0000`, which is one.
+# Tensor `b` begins at byte $8 + 111 + 8 = 127$ of the file. Its type, BF16, is the upper half of a float32. So sixteen
+# zero bits at the lower end give the value exactly: `803f`, low byte first, becomes `3f80 0000`, which is one.
 
 # %%
 at = 8 + len(text) + 8
-struct.unpack("<3f", b"".join(b"\0\0" + toy[i:i + 2] for i in range(at, at + 6, 2)))
+
+
+def check_toy(name, values):
+    "The gate: the three numbers of b."
+    assert list(values) == [1, 1.5, 2], f"{name}: b is {', '.join(f'{v:.3g}' for v in values)}, expected 1, 1.5, 2"
+    print(f"{name}: b is", *values)
+
+
+def bf16_at(at):
+    return struct.unpack("<3f", b"".join(b"\0\0" + toy[i:i + 2] for i in range(at, at + 6, 2)))
+
+
+check_toy("offset from the end of the header", bf16_at(at))
 
 # %% [markdown]
-# Two mistakes give wrong numbers without an error: counting `data_offsets` from the start of the file, and reading BF16
-# as IEEE half precision, which has two bytes as well. No comparison of sizes finds either.
+# Two mistakes give wrong numbers without an error: to count `data_offsets` from the start of the file, and to read BF16
+# as IEEE half precision, which also has two bytes. The sizes are right in both cases, so only the values show it.
 
-# %%
-for label, six in ("offset from the file's start", toy[8:14]), ("BF16 read as float16", toy[at:at + 6]):
-    print(f"{label:30s}", *(f"{x:.3g}" for x in struct.unpack("<3e", six)))
+# %% tags=["raises-exception"]
+check_toy("offset from the start of the file", bf16_at(8))
+
+# %% tags=["raises-exception"]
+check_toy("BF16 read as float16", struct.unpack("<3e", toy[at:at + 6]))
 
 # %% [markdown]
 # ## 5.5.2 Parsing a header
 #
-# First the names of the format's types, each with the numpy type that holds the bits of one element, and the number of
-# its bits. Two types have less than a byte, so numpy has no type for their elements.
+# The first cell lists the types of the format, each with the number of its bits and with the NumPy type that holds one
+# element. Two types have less than a byte, so NumPy has no type for their elements.
 
 # %% tags=["export"]
 import json
@@ -112,8 +131,8 @@ BITS = {dtype: 8 * size for dtype, size in ITEMSIZE.items()} | {"F4": 4, "F6_E2M
 
 
 # %% [markdown]
-# Writing a header is the shorter task, because the places follow from the shapes. The text is padded with spaces to a
-# multiple of eight bytes, as in the format's own library.
+# To write a header is easier than to read one, because the places follow from the shapes. The text is padded with
+# spaces to a multiple of eight bytes, as the format's own library does it.
 
 # %% tags=["export"]
 def header_bytes(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
@@ -133,11 +152,13 @@ def header_bytes(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
 assert header_bytes([("a", "F32", [2]), ("b", "BF16", [1, 3])])[8:].rstrip() == text
 
 # %% [markdown]
-# An entry is right if it has the three fields and whole numbers, and if its shape fills its bytes exactly: `8 (e -
-# b)` = bits times the product of the shape. Other fields are ignored, as in the format's own library. New versions of
-# the format bring new types. A type whose bits are not known here says nothing about the shape, so only the place is
-# checked. That is enough for a tensor that nothing is computed from. The types of all other tensors are compared with
-# the config's ([5.4.5]).
+# To read a header is to check it. An entry must have three fields with whole numbers, and its shape must fill its bytes
+# exactly: `8 (e - b)` is the number of bits of the type times the product of the shape. Other fields are ignored, as in
+# the format's own library.
+#
+# New versions of the format may bring new types. If the number of bits of a type is not known here, the shape cannot be
+# compared with the bytes, and only the place is checked. This is enough for a tensor that is not computed with. The
+# types of all other tensors are compared with those that the config implies ([5.4.5]).
 #
 # [5.4.5]: 04_tensors.ipynb#5.4.5-The-files-against-the-list
 
@@ -184,15 +205,15 @@ def _entry(where: str, name: str, entry: Any) -> Entry:
 
 
 # %% [markdown]
-# Then all entries are checked together. Sorted by offset, they must cover the data without overlap or gap: each begins
-# where the one before it ends. One loop finds an overlap, a gap, trailing bytes, and a truncated file.
+# Then all entries are checked together. Sorted by offset, each must begin where the entry before it ends, and the last
+# must end where the file ends. One loop finds an overlap, a gap, additional bytes at the end, and a file that was cut
+# short.
 #
-# A gap or bytes at the end would change no number. But the format's specification says that the data have no holes, so
-# that a file cannot be two kinds of file at once. Its library refuses both, and they come from a download that went
-# wrong more often than from a program that writes such files. So both are refused here, too.
+# A gap or additional bytes would change no number. But the specification of the format forbids them, and its library
+# refuses them. They are a sign of a download that went wrong. So they are refused here, too.
 #
-# The notes under `__metadata__` should be an object of strings. Nothing is computed from them, whatever they are: the
-# library itself reads `null` as "no notes".
+# The notes under `__metadata__` should be an object of strings. Nothing is computed from them, so other values are
+# accepted. The library itself reads `null` as no notes.
 
 # %% tags=["export"]
 _METADATA = "__metadata__"
@@ -247,9 +268,8 @@ parse_header(toy[8:8 + n], len(toy) - 8 - n, "toy")
 # %% [markdown]
 # ## 5.5.3 Accepted or refused
 #
-# With a wrong offset the model still computes, from wrong weights, so no place in a header may be guessed. Each line
-# below changes the toy's header in one way. Each change is refused with the place, what was found and what was
-# expected.
+# The cell below changes the header of the example in one way at a time. Each change must be refused, with the place,
+# the value found and the value expected.
 
 # %%
 changes = {
@@ -266,7 +286,7 @@ for label, (old, new) in changes.items():
         print(f"{label:13s} {error}"[:150])
 
 # %% [markdown]
-# Other headers are odd, and no number depends on what is odd about them. They are read, and counted.
+# Other headers are unusual, but no number depends on it. They are read, and the unusual facts are counted.
 
 # %%
 for old, new in (('{"a"', '{"__metadata__":null,"a"'), ('{"a"', '{"__metadata__":{"step":1},"a"'),
@@ -277,11 +297,12 @@ for old, new in (('{"a"', '{"__metadata__":null,"a"'), ('{"a"', '{"__metadata__"
 
 
 # %% [markdown]
-# The header's length is checked before the header is read, against the file's size and against 100 MB. A damaged length
-# of $2^{63}$ must not become an allocation, and 300 MB of brackets must not be parsed. The bound is the format's own;
-# all 497,220 tensors in one file would need a header of 76 MB. Python's objects take about fifteen times the memory of
-# the text they are read from, so the parser above refuses more than 16 MB. A longer header is read by columns
-# ([5.5.4]), or refused.
+# The length of the header is checked before the header is read. It must not be larger than the file, nor than 100 MB,
+# the bound of the format. Otherwise a damaged length of $2^{63}$ would become an allocation of this size. The bound is
+# large enough: all 497,220 tensors in one file would need a header of 76 MB.
+#
+# Python's objects take about fifteen times as much memory as the text from which they are parsed. So the parser above
+# refuses a text of more than 16 MB. A longer header is read by columns ([5.5.4]), or refused.
 #
 # [5.5.4]: #5.5.4-By-columns
 
@@ -306,8 +327,8 @@ def read_header(file: FileIO, where: str) -> tuple[int, int, bytearray]:
 
 
 # %% [markdown]
-# Broken on purpose: other lengths in the first eight bytes, in a sparse file of 400 MB so that the file's size does not
-# refuse them, and a header of a permitted length that is one large list. None of them reaches Python's JSON reader.
+# The next cell tests damaged lengths in a sparse file of 400 MB, so that the size of the file does not refuse them. The
+# last header has a permitted length, but it consists of one large list. None of these headers is parsed.
 
 # %%
 with tempfile.TemporaryDirectory() as other:
@@ -326,11 +347,12 @@ with tempfile.TemporaryDirectory() as other:
 # %% [markdown]
 # ## 5.5.4 By columns
 #
-# A header as libraries write it, without spaces or escapes, repeats one pattern, and one regular expression splits it
-# into columns. There are few different pairs of type and shape, so `_entry` checks each different pair once. All other
-# checks are arithmetic on columns: the sizes are right, and each entry begins where another ends. A tensor of a type
-# that is not known here has a kind of its own, because its size does not follow from its kind. This reader makes no
-# error messages. If a check fails, it returns None, and `parse_header` reads the text and names the fault.
+# To parse half a million entries one by one takes seconds. But libraries write headers without spaces or escapes, so
+# the text repeats one pattern, and one regular expression can split it into columns. There are few different pairs of
+# type and shape, so `_entry` checks each different pair once. All other checks are arithmetic on whole columns. If a
+# type is not known here, its size does not follow from its shape, so each such tensor has a kind of its own. This
+# reader makes no error messages. If a check fails, it returns None. Then `parse_header` reads the text and names the
+# fault.
 
 # %% tags=["export"]
 _WHOLE = "(0|[1-9][0-9]{0,17})"  # any 18 digits fit an int64
@@ -409,9 +431,9 @@ assert all(quick_header(text.decode().replace(old, new, 1).encode(), 16 if label
 #
 # $$\text{key} = (\text{pattern} \cdot 2^{20} + (\text{layer}+1)) \cdot 2^{20} + (\text{expert}+1)$$
 #
-# Splitting one name at a time takes a regular expression, two calls of `int` and a tuple for each of 497,220 names. But
-# all except 2,628 names belong to experts and begin alike. So one regular expression splits all names of a file, numpy
-# makes their keys, and only the names of other tensors are split one by one.
+# To split one name takes a regular expression, two calls of `int` and a tuple, and there are 497,220 names. But all
+# except 2,628 of them belong to experts and begin alike. So one regular expression splits all names of experts in a
+# file, and NumPy computes their keys. Only the other names are split one by one.
 #
 # [5.4.2]: 04_tensors.ipynb#5.4.2-Names
 
@@ -450,12 +472,13 @@ def keys_of(names: list[str], number: Callable[[str], int]) -> np.ndarray:
 # %% [markdown]
 # ## 5.5.6 The index
 #
-# Of each tensor the index keeps four numbers: the key, the offset, the shard, and the kind. A kind is a type, a shape
-# and a size; the release has 39. The numbers are four numpy columns, sorted by key: 24 bytes a tensor. A tensor is
-# found by bisection.
+# The index keeps four numbers of each tensor: the key, the offset, the shard, and the kind. A kind is a type, a shape
+# and a size; the release has 39 kinds. The numbers are in four NumPy columns, sorted by key, with 24 bytes for each
+# tensor. A tensor is found by bisection.
 #
-# A name in two files is refused if it is one of the text stack: which of the two is meant? Any other tensor is not
-# computed with. Then the first one is kept, and the other one is counted as unusual.
+# If two files have a tensor of the same name, it is not clear which one is meant. A name of the text stack is then
+# refused. Any other tensor is not computed with. For such a name the first tensor is kept, and the second one is
+# counted as unusual.
 
 # %% tags=["export"]
 class Extent(NamedTuple):
@@ -490,8 +513,8 @@ class TensorIndex:
 
 
 # %% [markdown]
-# The columns grow in place, because joining arrays would hold the data twice. A header is read by `quick_header`, and
-# by `parse_header` only if `quick_header` returns None.
+# The columns grow in place. To join arrays would need memory for the data twice. `quick_header` reads a header, and
+# `parse_header` reads it only if `quick_header` returns None.
 
 # %% tags=["export"]
 class TensorIndex(TensorIndex):
@@ -561,8 +584,8 @@ class TensorIndex(TensorIndex):
 
 
 # %% [markdown]
-# These methods lead from a name to its row and back. A number too large for its field of the key belongs to no tensor,
-# and must not change the field beside it.
+# The next methods find the row of a name, and the name of a row. A number that is too large for its field of the key
+# belongs to no tensor. It must not change the neighbouring field.
 
 # %% tags=["export"]
 class TensorIndex(TensorIndex):
@@ -599,8 +622,8 @@ class TensorIndex(TensorIndex):
 
 
 # %% [markdown]
-# The last methods answer for many tensors at once: for the census (5.6) and for the comparison with the config
-# ([5.4.5]).
+# The last methods answer questions about many tensors at once, for the census (5.6) and for the comparison with the
+# config ([5.4.5]).
 #
 # [5.4.5]: 04_tensors.ipynb#5.4.5-The-files-against-the-list
 
@@ -634,8 +657,8 @@ class TensorIndex(TensorIndex):
 
 
 # %% [markdown]
-# **Check.** The toy is indexed, `b` in a type that is not known. A second file with tensors of the same names is
-# refused if they are of the text stack, and counted if not.
+# The check builds an index of the example, with a type for `b` that is not known. A second file with the same names is
+# counted as unusual. If a name belongs to the text stack, the second file is refused.
 
 # %%
 def indexed(text, *files):
@@ -659,9 +682,9 @@ except CheckpointError as error:
 # %% [markdown]
 # ## 5.5.7 What the index costs
 #
-# The obvious index is the parsed JSON. One layer's header is enough to measure it, and the table of 5.4 makes a true
-# header, because a header is made of shapes. Compared with it are a dictionary of small tuples, the contents of
-# `model.safetensors.index.json` (a name and a file for each tensor), and the four columns.
+# The simplest index would be the parsed JSON. How much memory would it take? The header of one layer is enough to
+# measure it, and the table of 5.4 gives this header. The next cell also measures a dictionary of small tuples, the
+# contents of `model.safetensors.index.json`, which has a name and a file for each tensor, and the four columns.
 
 # %%
 layer1 = sorted(layer_tensors(read_config(ROOT / "fixtures/k3"), 1), key=lambda t: (-ITEMSIZE[t[1]], t[0]))
@@ -699,8 +722,8 @@ print(f"{'four sorted columns':36s}{each:5.0f} bytes a tensor {each * 497_220 / 
 
 
 # %% [markdown]
-# The time is measured on the same header: entry by entry and name by name, then by columns. The slow forms are kept:
-# they define what is right, and they name what is wrong.
+# The next cell measures the time on the same header: entry by entry and name by name, and then by columns. The slow
+# forms are still needed. They define the right result, and they name a fault.
 
 # %% tags=["nbval-ignore-output"]
 def microseconds(make):
@@ -730,20 +753,23 @@ for what, plain, columns in (
     print(f"{what:14s} one by one {microseconds(plain):.1f} us a tensor, by columns {microseconds(columns):.1f} us")
 
 # %% [markdown]
-# A dictionary would answer faster. But a token looks up 1,472 experts while it reads 137 GB, so the microseconds of
-# splitting a name and bisecting do not matter.
+# A dictionary would find a tensor faster. But a token looks up only 1,472 experts while it reads 137 GB. So the
+# microseconds for splitting a name and for the bisection do not matter.
 #
 # ## 5.5.8 Summary
 #
-# - A safetensors header gives every tensor's place. An index of 24 bytes a tensor is enough to keep it.
-# - The numbers have no structure, so every doubt about a place is an error: sizes, no gap, no overlap, no trailing
-#   byte, or one line that says what is wrong. What no number depends on is counted, not refused.
+# - A safetensors header has the place of every tensor. The index keeps it in 24 bytes for each tensor.
+# - The data have no structure, so a wrong place cannot be seen in them. Therefore every place is checked: size,
+#   overlap, gap, and the end of the file. A fact on which no number depends is counted and not refused.
 # - Half a million entries are checked as columns. A header that fails is read again, entry by entry, to name the fault.
 #
-# **Exercises.** Answer to 1: [exercises of part 5](../answers/05_streaming.ipynb).
+# ## Exercises
 #
-# 1. Swap the `data_offsets` of two tensors of equal shape. Why does no check of this chapter notice it, and what would?
-# 2. Put a tensor of shape `[0]` at the front, in the middle and at the end of a file. Which of the checks of [5.5.2]
+# The answers are in [exercises of part 5](../answers/05_streaming.ipynb).
+#
+# 1. Exchange the `data_offsets` of two tensors of equal shape. Why does no check of this chapter notice it, and what
+#    would?
+# 2. Put a tensor of shape `[0]` at the front, in the middle or at the end of a file. Which of the checks of [5.5.2]
 #    must accept it?
 #
 # [5.5.2]: #5.5.2-Parsing-a-header

@@ -1,13 +1,15 @@
 # %% [markdown]
 # # 5.6 Where 1.56 TB lie
 #
-# How much of the checkpoint is experts? How much of it does one token read? Are the tensors of one layer, or of one
-# expert, stored side by side? The headers alone answer these questions. At the end of this chapter you can count a
-# checkpoint of any size without reading one weight.
+# Before an engine for 1.56 TB of weights is designed, some numbers must be known. How much of the checkpoint is
+# experts? How much of it does one token read? Are the tensors of a layer, or of an expert, stored side by side? The
+# headers of the files answer these questions. At the end of this chapter you can count a checkpoint of any size without
+# reading one weight, and you can say which part of it should be in memory first.
 #
-# > **Without it:** 1,561 GB<!--claim files--> are read to count the tensors: 223 s<!--claim seconds--> at 7 GB/s.
+# > **Without it:** to count the tensors, 1,561 GB<!--claim files--> are read, which takes 223 s<!--claim seconds--> at
+# > 7 GB/s.
 # >
-# > **With it:** 76 MB<!--claim headers--> are read, the headers.
+# > **With it:** only the headers are read, 76 MB.<!--claim headers-->
 #
 # Needs chapters [5.4] (names) and [5.5] (headers). Runs in seconds. Makes `k3lib.census`.
 #
@@ -63,8 +65,9 @@ MODEL = ROOT / "fixtures/oracle13/model"
 # %% [markdown]
 # ## 5.6.1 The release, from shapes alone
 #
-# The release itself is not needed to count it: its shapes are public, and a header is made of shapes. The shapes of the
-# text stack come from the table of 5.4. Those of the image side, which this engine does not run, are listed here.
+# The files of the release are not here, and they are not needed to count it. A header consists of names and shapes, and
+# the shapes are public. Those of the text stack come from the table of 5.4. Those of the image side, which this engine
+# does not run, are listed in the next cell.
 
 # %%
 VISION = {"wqkv": [4608, 1024], "wo": [1024, 1536], "mlp.fc0": [4096, 1024], "mlp.fc1": [1024, 4096],
@@ -87,10 +90,10 @@ def released_shards(config):
 
 
 # %% [markdown]
-# The order of the tensors in a shard is not described anywhere, but the sizes of the files are published. Offsets are
-# written as decimal numbers, so another order gives a header of another length. The order that gives the published size
-# of each kind of shard, and the published sum, is: float32 first, then BF16, then bytes, by name within each type,
-# without metadata.
+# In which order are the tensors in a shard? No document says it, but the sizes of the files are published. A header
+# writes offsets as decimal numbers, so another order gives a header of another length. One order gives the published
+# size of each kind of shard and the published sum: first float32, then BF16, then bytes, and by name within each type,
+# without metadata. So this order is used here.
 
 # %% tags=["nbval-ignore-output"]
 k3 = TensorIndex()
@@ -114,10 +117,10 @@ print(f"{len(k3.patterns)} patterns of names, {len(k3.kinds)} kinds of dtype and
 # %% [markdown]
 # ## 5.6.2 Rows by part
 #
-# Every tensor belongs to one part of the model, which follows from its name. The trunk is the part of the layers that
-# every token uses: everything but the routed experts, so the shared experts belong to it. A packed byte counts as two
-# parameters, a scale as none. Layers after the last, which predict further tokens ([5.3.4]), are no part of what is
-# decoded: their tensors count as others.
+# The name of a tensor says to which part of the model it belongs. The *trunk* is the part of the layers that every
+# token uses: everything but the routed experts. So the shared experts belong to the trunk. A packed byte counts as two
+# parameters, and a scale as none. The layers that predict further tokens ([5.3.4]) are not used for decoding, so their
+# tensors count as others.
 #
 # [5.3.4]: 03_config.ipynb#5.3.4-Layer-lists-count-from-one
 
@@ -148,9 +151,10 @@ def _columns(index: TensorIndex, layers: int | None = None) -> _Columns:
 
 
 # %% [markdown]
-# Rows that belong together are the trunk tensors of a layer, or the six tensors of an expert. They are summed after one
-# sort. A file with a valid header has no gaps. So a group is contiguous exactly if it lies in one shard, and if the end
-# of its last tensor minus the begin of its first is the sum of its sizes.
+# A *group* is the trunk tensors of one layer, or the six tensors of one expert. After one sort, the rows of a group lie
+# side by side and can be summed. Is a group contiguous in its file? A file with a valid header has no gaps. So a group
+# is contiguous exactly if two conditions hold: all its tensors lie in one shard, and from the beginning of its first
+# tensor to the end of its last there are as many bytes as its tensors have together.
 
 # %% tags=["export"]
 class _Groups(NamedTuple):
@@ -194,8 +198,8 @@ def _expert_groups(index: TensorIndex, columns: _Columns) -> _Groups:
 # %% [markdown]
 # ## 5.6.3 The census
 #
-# *Always active* is the whole text stack except the routed experts. *Active per token* adds the chosen experts and
-# leaves out the embedding, of which a token uses one row and multiplies nothing.
+# Two counts of parameters have names. *Always active* is the whole text stack except the routed experts. *Active per
+# token* adds the experts that a token chooses, and leaves out the embedding, because a token only copies one row of it.
 
 # %% tags=["export"]
 @dataclass(frozen=True)
@@ -240,8 +244,8 @@ class Census:
 
 
 # %% [markdown]
-# As text, the census has a line for each part. A line for tensors that belong to no part is shown only if there are
-# any, and lines for what is unusual only if something is.
+# As text, the census has a line for each part. A line for other tensors, or for unusual facts, is shown only if there
+# are any.
 
 # %% tags=["export"]
 def _short(n: int) -> str:
@@ -320,7 +324,7 @@ def census(index: TensorIndex, experts_per_token: int | None = None, layers: int
 
 
 # %% [markdown]
-# The embedded model first. Its config says that a token uses four experts of sixteen.
+# First, the census of the embedded model. Its config says that a token uses four experts of sixteen.
 
 # %%
 oracle = TensorIndex()
@@ -331,7 +335,7 @@ oracle.complete()
 print(census(oracle, read_config(MODEL).num_experts_per_token).table())
 
 # %% [markdown]
-# Then the release. Every figure of its published listing follows from shapes alone.
+# Then the census of the release. Every number of its published listing follows from shapes alone.
 
 # %%
 whole = census(k3, 16)
@@ -344,8 +348,8 @@ print(f"    read at 7 GB/s: {1_560_936_091_448 / 7e9:.0f} s")  # claim seconds
 print(f"their headers: {(1_560_936_091_448 - 1_560_860_324_864) / 1e6:.0f} MB")  # claim headers
 
 # %% [markdown]
-# The next picture decides how the engine is built. The experts fill the disk, but a token reads only sixteen of 896 in
-# each layer. It reads all of the trunk, and the head.
+# The next figure decides how the engine is built. The experts take most of the disk, but a token reads only sixteen of
+# 896 in each layer. The trunk and the head are read completely for every token.
 
 # %%
 token = {"routed experts": 16 * whole.expert_layers * whole.expert_bytes, "trunk": whole.trunk_bytes,
@@ -380,9 +384,9 @@ plt.show()
 # %% [markdown]
 # ## 5.6.4 Contiguous, or not
 #
-# The format does not promise that a layer's tensors are neighbours. In the order of tensors that gives the published
-# sizes, they are neighbours, and a copy of the trunk to a faster disk (5.19) relies on it. So the report names each
-# layer whose trunk is not contiguous, and the tensor that interrupts it.
+# In the order that gives the published sizes, the trunk tensors of a layer lie side by side. A copy of the trunk to a
+# faster disk (5.19) relies on this. But the format does not promise it. So the engine checks it, and names each layer
+# whose trunk is not contiguous, and the tensor that interrupts it.
 
 # %% tags=["export"]
 class Run(NamedTuple):
@@ -407,8 +411,8 @@ class Contiguity(NamedTuple):
 
 
 # %% [markdown]
-# A layer is interrupted in one of two ways: one of its tensors lies in another shard, or a tensor of another layer or
-# of an expert lies between its own.
+# The trunk of a layer can be interrupted in two ways. One of its tensors may lie in another shard. Or a tensor of
+# another layer or of an expert may lie between its tensors.
 
 # %% tags=["export"]
 def contiguity(index: TensorIndex) -> Contiguity:
@@ -442,9 +446,9 @@ for label, index in ("released", k3), ("embedded", oracle):
           f"{found.experts - len(found.broken_experts):,} of {found.experts:,} experts contiguous")
 
 # %% [markdown]
-# Broken on purpose: layer 1 of the embedded model is written again with its smallest tensors first, so that scales of
-# experts lie between norms and projections. Every tensor would be read back unchanged, so the file is valid, and only
-# the report shows the difference.
+# The check must fail for a file in another order. The next cell writes the header of layer 1 of the embedded model
+# again, with the smallest tensors first, so that scales of experts lie between norms and projections. Such a file is
+# valid, and every tensor in it could be read. But a copy of the trunk could not read it in one piece.
 
 # %%
 named = {oracle.name(row): oracle.extent(row) for row in oracle.in_file_order() if layer_of(oracle.name(row)) == 1}
@@ -452,13 +456,25 @@ by_size = TensorIndex()
 head = header_bytes((name, e.dtype, e.shape) for name, e in sorted(named.items(), key=lambda item: item[1].nbytes))
 by_size.add("by_size", len(head), len(head) + sum(e.nbytes for e in named.values()), head[8:])
 by_size.complete()
-found = contiguity(by_size)
-print(found.broken_layers, f"and {len(found.broken_experts)} of {found.experts} experts are not contiguous")
-assert found.broken_layers and found.broken_experts
+
+
+def check_contiguous(index):
+    "The gate: the trunk of every layer and the tensors of every expert lie side by side."
+    found = contiguity(index)
+    assert not found.broken_layers, "; ".join(f"layer {layer}: {why}" for layer, why in found.broken_layers.items())
+    assert not found.broken_experts, f"{len(found.broken_experts)} of {found.experts} experts are not contiguous"
+    print(f"{len(found.layers)} layers and {found.experts:,} experts are contiguous")
+
+
+check_contiguous(k3)
+check_contiguous(oracle)
+
+# %% tags=["raises-exception"]
+check_contiguous(by_size)
 
 # %% [markdown]
-# The map of the original shard. Neighbours differ in shade. A gap would be white, an overlap darker, and a tensor of
-# the other kind would show as a stripe.
+# The figure is a map of the original shard. Neighbouring tensors differ in shade. A gap would be white, an overlap
+# would be darker, and a tensor of the other kind would show as a stripe.
 
 # %%
 fig, ax = plt.subplots(figsize=(6.5, 2.2))
@@ -480,15 +496,17 @@ plt.show()
 # %% [markdown]
 # ## 5.6.5 Summary
 #
-# - 76 MB of headers describe 1.56 TB: the place and size of every tensor are known without reading a weight.
-# - 93% of the bytes on the disk are experts, 79% of the bytes that a token reads are trunk. So RAM goes to the trunk
-#   first.
-# - That a layer is contiguous is a fact about these files and not about the format, so it is checked.
+# - Headers of 76 MB describe 1.56 TB: the place and the size of every tensor are known without reading a weight.
+# - Experts are 93% of the bytes on the disk. The trunk is 79% of the bytes that a token reads. So memory goes to the
+#   trunk first.
+# - In these files the trunk of a layer is contiguous. The format does not promise it, so the engine checks it.
 #
-# **Exercises.** Answer to 1: [exercises of part 5](../answers/05_streaming.ipynb).
+# ## Exercises
 #
-# 1. How many bytes would a token read if all experts were active? And if the trunk were in MXFP4 as well?
-# 2. A layer's trunk lies in two files, and its sizes add up. Which of the two conditions of [5.6.2] finds that it is
-#    not contiguous?
+# The answers are in [exercises of part 5](../answers/05_streaming.ipynb).
+#
+# 1. How many bytes would a token read if all experts were active? And if the trunk were in MXFP4, too?
+# 2. The trunk of a layer lies in two files. From the first offset to the last end there happen to be as many bytes as
+#    the tensors have. Which condition of [5.6.2] notices that the trunk is not contiguous?
 #
 # [5.6.2]: #5.6.2-Rows-by-part

@@ -1,10 +1,18 @@
 # %% [markdown]
 # # 5.9 Past the page cache
 #
-# Every token needs more bytes than the machine has memory for, so they come from the disk again and again. This
-# chapter reads any part of a shard into memory that is ours, past the page cache where the file system allows it. At
-# the end you can say what such a read costs, what happens where it is refused, and how a run finds out that a shard
-# has changed under it.
+# A token needs more bytes of weights than most machines have memory, so the engine reads the weights from a disk, again
+# for every token. An ordinary read goes through the *page cache*: memory in which the operating system keeps parts of
+# files. For this engine the page cache is of no use, and it takes memory that the budget does not count. This chapter
+# reads any part of a shard past the page cache, into memory that the engine owns, where the file system allows it. At
+# the end you can say what such a read costs, what happens where it is refused, and how a run notices that a shard has
+# been changed during the run.
+#
+# > **Without it:** the weights of a token are copied from the page cache, so memory is written with
+# > 274 GB<!--claim twice--> for each token, and the operating system decides how much memory the pages take.
+# >
+# > **With it:** memory is written with 137 GB<!--claim once--> for each token, and each read under way takes a buffer
+# > of 0.79 MB.<!--claim buffer-->
 #
 # Needs chapters [5.1] (what the system offers) and [5.2] (files). Runs in seconds. Makes `k3lib.disk`.
 #
@@ -16,8 +24,8 @@
 # |---|---|---|
 # | extent | where a tensor's bytes lie: file, offset, length | `Extent` (5.5) |
 # | page | 4,096 bytes; a direct read moves whole ones | `PAGE` |
-# | page buffer | memory of our own that begins at a page | `page_buffer` |
-# | direct, buffered | past the page cache, through it | `File.access` |
+# | page buffer | memory of the engine that begins at a page | `page_buffer` |
+# | direct, buffered | a read past the page cache; a read through it | `File.access` |
 # | part | what a read is for: `trunk`, `experts` or `other` | `Files.bytes_read` |
 #
 # [5.1]: 01_system.ipynb
@@ -73,16 +81,18 @@ READ_UNIT = 3 << 18  # bytes that a reader reads and multiplies at a time (5.12)
 # %% [markdown]
 # ## 5.9.1 Memory of our own
 #
-# Mapping the file would be less code. But every mapped page that a product touches counts as resident until the kernel
-# takes it back, and the kernel decides when. So memory grows with the file, whatever the budget says. A page buffer is
-# memory whose size we choose: anonymous, private, used again for every read, and aligned to pages because direct reads
-# ask for it.
-
-# %% [markdown]
-# Two ways from the device to the product. The chapter takes the right one wherever the file system allows it.
+# A program can *map* a file: the file then looks like an array, and the system loads each page when the program touches
+# it. That would take less code. But every page that was touched counts as memory of the process until the operating
+# system takes the page back, and the operating system decides when. So the memory of the process grows with the file,
+# whatever the budget says.
+#
+# This chapter uses *page buffers* instead. The engine chooses their size and uses the same buffer for one read after
+# another. A page buffer begins at a multiple of 4,096 bytes, because direct reads require it. The figure shows the way
+# of a weight through the page cache, on the left, and past it, on the right.
 
 # %%
-schematics.disk(read_config(ROOT / "fixtures/k3"))
+K3 = read_config(ROOT / "fixtures/k3")
+schematics.disk(K3)
 
 
 # %% tags=["export"]
@@ -102,7 +112,14 @@ def page_buffer(nbytes: int) -> np.ndarray:
 
 
 # %% [markdown]
-# One pass over a mapped file of 64 MB, and one through a buffer of a megabyte:
+# Here are the numbers of the problem box, and then an experiment: one pass over a mapped file of 64 MB, and one pass
+# over the same file through a buffer of a megabyte. Each measures by how much the memory of the process grows.
+
+# %%
+token = sum(schematics.token_bytes(K3).values())
+print(f"read past the page cache, memory is written once:  {token / 1e9:.0f} GB a token")  # claim once
+print(f"read through the page cache, it is written twice:  {2 * token / 1e9:.0f} GB a token")  # claim twice
+print(f"the buffer of one reader: {page_padded(READ_UNIT) / 1e6:.2f} MB")  # claim buffer
 
 # %%
 (scratch / "64MB").write_bytes(np.random.default_rng(seed).bytes(64_000_000))
@@ -140,22 +157,26 @@ print(f"memory grows by {with_map - before:.0f} MB for the mapped file, by {with
 # %% [markdown]
 # ## 5.9.2 One shard
 #
-# A buffered read moves every byte twice, from the device to the page cache and from there to us. The copy in the cache
-# is of no use: before the forward pass comes back to it, 108.8 GB of other weights have gone through. A direct read
-# (`O_DIRECT`) moves bytes from the device into our buffer. Its price: offset, length and address must be whole pages,
-# so a read is widened to the pages that its extent touches.
+# A buffered read moves every byte twice: from the device to the page cache, and from there to the buffer of the engine.
+# A copy in the page cache would be useful if the same bytes were read again soon. But the next forward pass reads them
+# again only after 108.8 GB of other weights, and by then a smaller page cache has dropped them.
 #
-# A file system may refuse direct reads, at open or only at a read. From then on the reads of that file are buffered,
-# and each drops its pages from the cache again. The first descriptor stays open: another reader may be inside a call on
-# it, and the system gives the number of a closed descriptor to the next file that is opened.
+# A direct read moves the bytes from the device into the engine's buffer at once. On Linux a program asks for it by
+# opening the file with the flag `O_DIRECT`. In return, the offset in the file, the length of the read and the address
+# of the buffer must be multiples of the page size. So a read is widened to all pages that its extent touches.
 #
-# A shard that is written to, replaced or cut off during a run would mix two models in one answer. So a file must have
-# the fingerprint ([5.2.4]) of the file whose header was read. It is compared when the file is opened, and by `check`
-# after each forward pass. `check` looks at the path again, so the path is absolute: it leads to the same file after the
-# program has changed its folder.
+# **Refusal.** A file system may refuse direct reads, either when the file is opened or at the first read. After a
+# refusal, all reads of this file are buffered, and after each of them the engine asks the system to drop the pages from
+# the page cache. The first descriptor stays open, because another reader may still use it: if it were closed, the
+# system could give its number to another file, and that reader would read the wrong file.
 #
-# A file that is dropped closes its descriptors. A read refers to its file until it has ended, so none is under way
-# then.
+# **Change.** If a shard is written to, replaced or cut off during a run, the answer would mix the weights of two
+# models. So the engine remembers the fingerprint ([5.2.4]) that the file had when its header was read. It compares the
+# fingerprint when it opens the file for reading, and after each forward pass with `check`. `check` looks up the path
+# again. The path is absolute, so that it leads to the same file even if the program has changed its working folder.
+#
+# **Closing.** A `File` that nothing refers to any more closes its descriptors. Every read holds a reference to its
+# `File` until the read has ended, so no read is under way at that moment.
 #
 # [5.2.4]: 02_fileio.ipynb#5.2.4-Is-it-still-the-same-file?
 
@@ -234,10 +255,11 @@ class File(File):
 
 
 # %% [markdown]
-# A read call may return fewer bytes than it was asked for. A direct read then continues at the last whole page. In a
-# file that was cut off in the middle of a page, it would read that page again for ever. So a direct read that returns
-# less than a page is not repeated. If the file ends there, that is an error; if not, the file is read through the page
-# cache from then on.
+# The system may return fewer bytes than the program has asked for. The rest needs another read. A direct read must
+# begin at a whole page, so it continues after the last whole page that was read. If the file ends in the middle of a
+# page, the next read would return the same part of this page again, and so on without end. So `read` does not repeat a
+# direct read that has returned less than a page. If the file ends there, the file is too short, and `read` raises an
+# error. Otherwise the file is read through the page cache from then on.
 
 # %% tags=["export"]
 class File(File):
@@ -279,25 +301,49 @@ class File(File):
 
 
 # %% [markdown]
-# Any extent of a small file, against the plain bytes:
+# The gate reads 300 extents of a small file, at random places, and compares them with the bytes of the file. The file
+# does not end at a whole page.
 
 # %%
 content = np.random.default_rng(seed).bytes(5 * PAGE + 100)
 (scratch / "small").write_bytes(content)
-small, rng = File(str(scratch / "small")), np.random.default_rng(seed)
-for _ in range(300):
-    low, high = np.sort(rng.integers(0, len(content) + 1, 2)).tolist()
-    buffer = page_buffer(page_padded(high - low))
-    start, transferred = small.read(buffer, low, high - low)
-    assert buffer[start:start + high - low].tobytes() == content[low:high]
+
+
+def check_extents(file):
+    "The gate: 300 extents at random places have the bytes of the file."
+    rng = np.random.default_rng(seed)
+    for _ in range(300):
+        low, high = np.sort(rng.integers(0, len(content) + 1, 2)).tolist()
+        buffer = page_buffer(page_padded(high - low))
+        start, _ = file.read(buffer, low, high - low)
+        assert buffer[start:start + high - low].tobytes() == content[low:high], f"wrong bytes from {low} to {high}"
+    print("300 extents read exactly")
+
+
+small = File(str(scratch / "small"))
+check_extents(small)
 _, transferred = small.read(page_buffer(page_padded(2)), 4095, 2)
-print("300 extents read exactly: True; bytes 4095 and 4096 lie in", transferred // PAGE, "pages")
+print("bytes 4095 and 4096 lie in", transferred // PAGE, "pages")
+
+
+# %% [markdown]
+# The tempting mistake forgets that a widened read begins at a whole page. The extent then begins somewhere in the
+# buffer and not at its front.
+
+# %% tags=["raises-exception"]
+class BeginsAtFront(File):
+    def read(self, buffer, offset, nbytes):
+        _, transferred = super().read(buffer, offset, nbytes)
+        return 0, transferred  # WRONG: right only for extents that begin at a page
+
+
+check_extents(BeginsAtFront(str(scratch / "small")))
 
 # %% tags=["nbval-ignore-output"]
 print("this file is read", small.access)
 
 # %% [markdown]
-# A file that ends too soon:
+# If a file ends too soon, the error says where it ends and which bytes were needed:
 
 # %%
 try:
@@ -312,12 +358,13 @@ small.close()
 # %% [markdown]
 # ## 5.9.3 All shards, and the account
 #
-# `Files` opens a shard at its first read and counts what was read for which part. Two numbers differ: the bytes that
-# were asked for, and the bytes of whole pages that the system transferred for them.
+# A checkpoint has many shards. `Files` opens each shard at its first read, and counts the bytes that are read for each
+# part of the model. It keeps two counts: the bytes that were asked for, and the bytes of the whole pages that the
+# system transferred for them.
 #
-# Many threads read at once, so one lock guards every change of a field. It is an `RLock`, for the reason that [5.11.3]
-# gives. A reader takes the lock to note that its read begins, and again to note that it has ended. The read itself runs
-# without the lock.
+# Many threads read at the same time. So one lock guards every change of a field. It is an `RLock`; [5.11.3] gives the
+# reason. A thread takes the lock before its read, to note that the read begins, and after its read, to note that the
+# read has ended. The read itself runs without the lock, so reads do not wait for each other.
 #
 # [5.11.3]: 11_prefetch.ipynb#5.11.3-What-is-true-whenever-nobody-holds-the-lock
 
@@ -381,9 +428,9 @@ class Files(Files):
 
 
 # %% [markdown]
-# There are two ways to read. `read` makes one read from Python. `stream` lends the descriptor to a loop of compiled
-# code, which reads and multiplies (5.12) and says afterwards what it has read. That loop handles the plain case only, a
-# direct read that returns every byte; `read` handles all others.
+# `Files` has two methods that read. `read` makes one read from Python. `stream` lends the descriptor to a loop of
+# compiled code, which reads and multiplies by turns (5.12) and reports afterwards how much it has read. The compiled
+# loop handles only direct reads that return all their bytes. All other cases are left to `read`.
 
 # %% tags=["export"]
 class Files(Files):
@@ -459,11 +506,14 @@ class Files(Files):
 # %% [markdown]
 # ## 5.9.4 A read that does not end
 #
-# A disk that fails, or a network file system whose server is gone, may never answer a read. Such a read looks like a
-# slow one. So the run waits for it, and a warning names it. A thread looks for such reads once in `STALL` seconds. It
-# has only a weak reference to `Files`, so that it does not keep an object alive that a caller forgot to close. When
-# that object dies, the callback of the reference ends the thread at once. `SimpleQueue.put` is a callback that may run
-# anywhere, even in the garbage collector: it takes no lock that some thread may hold ([5.11.3]).
+# A disk that fails, or a network file system whose server is gone, may never answer a read. A program cannot tell such
+# a read from a slow one. So the run goes on waiting, and it logs a warning that names the file and the offset. A thread
+# looks for such reads once in `STALL` seconds.
+#
+# This thread must not keep a `Files` alive that a caller forgot to close. So the thread holds only a weak reference to
+# it. When the `Files` is freed, the weak reference calls its callback, and the callback ends the thread. Python may
+# call it at any moment, even inside the garbage collector, in a thread that holds a lock. So the callback must not
+# take a lock. `SimpleQueue.put` takes none ([5.11.3]).
 #
 # [5.11.3]: 11_prefetch.ipynb#5.11.3-What-is-true-whenever-nobody-holds-the-lock
 
@@ -505,8 +555,9 @@ def _watch(files):
 # %% [markdown]
 # ## 5.9.5 Odd addresses
 #
-# A header can have any length, so a bf16 matrix may begin at an odd address. Kernels take aligned arrays only. Such
-# bytes are moved to the front of their buffer, and no second buffer is needed.
+# The header of a shard can have any length. So the first byte of a bf16 matrix may lie at an odd address. Kernels take
+# only arrays whose address is a multiple of the element's size. `typed` moves the bytes of such a matrix to the front
+# of the buffer that they are in, so it needs no second buffer.
 
 # %% tags=["export"]
 def typed(buffer: np.ndarray, start: int, nbytes: int, dtype: str) -> np.ndarray:
@@ -527,7 +578,8 @@ print([float(v) for v in bf16_to_float32(typed(buffer, 1, 6, "BF16"))])
 assert bf16_to_float32(typed(buffer, 0, 6, "BF16")).tolist() == [1, 2, 3]
 
 # %% [markdown]
-# Now `Files` is complete. The same three numbers from a file, and what they cost:
+# Now `Files` is complete. Here it reads three float32 numbers that lie at an odd address in their file. The count
+# shows the twelve bytes that were asked for.
 
 # %%
 (scratch / "shard").write_bytes(b"h" + np.array([1, 2, 3], np.float32).tobytes())
@@ -540,10 +592,11 @@ files.close()
 # %% [markdown]
 # ## 5.9.6 How many readers a device wants
 #
-# One reader waits for one read at a time, and a device answers many at once. How many readers it wants is measured, on
-# the device itself. They read one file in units of 768 KiB, each unit by one reader, in file order, and from the front
-# again after the last unit. The fewest readers whose rate is within a tenth of the best are enough; `k3 plan --measure`
-# (5.18) adds one for each thread that multiplies meanwhile.
+# A reader waits for one read at a time. But most devices answer several reads at once, so with a single reader part of
+# the device is idle. How many readers keep a device busy differs between devices, so it is measured. The readers of the
+# measurement share one file: each reads the next unit of 768 KiB, and after the last unit the first one follows. The
+# smallest number of readers whose rate is within a tenth of the best rate is enough. `k3 plan --measure` (5.18) adds
+# one reader for each thread that multiplies at the same time.
 
 # %% tags=["export"]
 MAX_READERS = 64  # threads
@@ -594,16 +647,20 @@ shutil.rmtree(scratch)
 # %% [markdown]
 # ## 5.9.7 Summary
 #
-# - A page buffer is memory whose size we choose; a mapped file is memory whose size the kernel chooses.
-# - Reads bypass the page cache where the file system allows it, and the report says where it does not.
-# - A read returns all bytes, or raises an error whose one line says which file, which bytes, and what came instead.
-# - A shard must keep the fingerprint it had when its header was read.
+# - The engine chooses the size of a page buffer. The operating system chooses how much memory a mapped file takes.
+# - Reads go past the page cache where the file system allows it. The report of a run names the files where it does not.
+# - A read returns all its bytes or raises an error. The error is one line that names the file and the bytes, and says
+#   what was found instead.
+# - During a run, a shard must keep the fingerprint that it had when its header was read.
 #
-# **Exercises.**
-# 1. How many bytes does widening to pages add to one reading of the embedded model, tensor by tensor?
-#    `Files.bytes_transferred` counts them. Why is it so much less for K3?
-# 2. Take the `got >= PAGE` away from `File.read` and read a file that is cut off in the middle of a page. What happens,
-#    on a file system with direct reads and on one without?
-# 3. Let `read_rates` read the units in a random order. On which devices does the answer change?
+# ## Exercises
+#
+# The answers are in [exercises of part 5](../answers/05_streaming.ipynb).
+#
+# 1. The embedded model is read once, tensor by tensor. How many bytes does the widening to whole pages add?
+#    `Files.bytes_transferred` counts them. Why is the share so much smaller for K3?
+# 2. Remove the condition `got >= PAGE` from `File.read`, and read a file that was cut off in the middle of a page. What
+#    happens on a file system with direct reads, and what on one without?
+# 3. Let `read_rates` read the units in a random order. On which devices do you expect another result?
 #
 # Next: [5.10 How a budget's bytes are laid out](10_layout.ipynb).

@@ -1,10 +1,16 @@
 # %% [markdown]
 # # 5.10 How a budget's bytes are laid out
 #
-# The same forward pass runs at every budget. The budget only decides which weights wait in memory and which on the
-# disk. This chapter lays out the memory for both, once: which rows of a matrix are read together, how many buffers they
-# go through, how much memory an expert needs. At the end you can say from a tensor's shape alone how much memory it
-# takes while it streams.
+# The same forward pass runs at every budget. The budget only decides which weights stay in memory and which are read
+# from the disk for every token. Both kinds need memory, and if different parts of a program computed these sizes, the
+# sizes could disagree. So this chapter computes them in one place: which rows of a matrix are read together, through
+# how many buffers, and how much memory an expert needs. At the end you can say from the shape of a tensor alone how
+# much memory it takes while it streams.
+#
+# > **Without it:** one matrix of K3, `q_proj`, takes 176 MB<!--claim whole--> of memory.
+# >
+# > **With it:** its rows stream through buffers of 16.8 MB,<!--claim buffers--> and all other matrices of the trunk use
+# > the same buffers.
 #
 # Needs chapters [5.4] (the tensors) and [5.9] (pages). Runs in seconds. Makes `k3lib.layout`.
 #
@@ -19,11 +25,11 @@
 # | read unit | bytes that one reader reads and multiplies at a time | `READ_UNIT` (5.9) |
 # | resident | in memory from the start: vectors, and the matrices that are pinned | `ResidentTensor` |
 # | streamed | read again in every forward pass | `TrunkLayout.streamed` |
-# | part | what a tensor is for, in the account of bytes read: trunk, experts, other | `part_of` (5.4) |
+# | part | where a report counts the bytes of a tensor: trunk, experts, other | `part_of` (5.4) |
 #
-# Nothing here reads or allocates. Chapter [5.18] spends a budget and makes a `Layout`. The trunk (5.13) and the experts
-# (5.16) are built from that layout and compute no size of their own. So the memory that was promised is the memory that
-# is allocated.
+# The code of this chapter neither reads nor allocates. Chapter [5.18] makes a `Layout` from a budget. The trunk (5.13)
+# and the experts (5.16) are built from this layout and compute no sizes of their own. So they allocate exactly the
+# memory that was planned.
 #
 # [5.4]: 04_tensors.ipynb
 # [5.9]: 09_disk.ipynb
@@ -55,10 +61,9 @@ from k3lib.tensors import is_matrix, is_router, part_of
 # %% [markdown]
 # ## 5.10.1 Whole rows
 #
-# A matrix is cut into blocks of whole rows, because a row's dot product is the unit whose bits are fixed (chapter
-# [1.5]). Where rows belong together, as a head's key and value rows of `kv_b_proj` do, blocks keep them together.
-#
-# [1.5]: ../01_mxfp4/05_matmul.ipynb
+# A matrix is cut into blocks of whole rows. The reason is chapter [1.5]: the dot product of one row has fixed bits, so
+# a cut between rows changes no result. In some matrices several rows belong together, such as the key rows and value
+# rows of a head in `kv_b_proj`. A block then contains all of them.
 
 # %% tags=["export"]
 class RowBlock(NamedTuple):
@@ -102,6 +107,7 @@ for kib in (256, 1024, 8192):
     cut = row_blocks(q_proj, 1, kib << 10, "trunk")
     print(f"q_proj through buffers of {kib:4} KiB: {len(cut):3} blocks of {cut[0].rows} rows, "
           f"{cut[0].nbytes / 1e6:.2f} MB, the last of {cut[-1].rows}")
+print(f"q_proj: {q_proj.nbytes / 1e6:.0f} MB")  # claim whole
 kv_b = row_blocks(Extent("s", 8, 24576 * 1024, "BF16", (24576, 512)), 256, 1 << 20, "trunk")
 print("kv_b_proj, a head's 256 rows together:", [block.rows for block in kv_b][:3], "...")
 assert [block.rows for block in row_blocks(q_proj, 1, 2 << 20, "trunk")][:2] == [144, 144]
@@ -109,12 +115,14 @@ assert [block.rows for block in row_blocks(q_proj, 1, 2 << 20, "trunk")][:2] == 
 # %% [markdown]
 # ## 5.10.2 Buffers for the trunk
 #
-# A block of two megabytes that is read ahead is still in a core's cache when it is multiplied. At most three blocks
-# wait: with more, the first would have left the cache by then. Besides these, every reader has one buffer, through
-# which it reads and multiplies the rows that were not read ahead ([5.11.2]).
+# How large should a block be, and how many blocks may wait? A block that has been read ahead should still be in a cache
+# of the processor when it is multiplied. So a block has at most two megabytes, and at most three blocks wait. In
+# addition, each reader has one buffer, through which it reads and multiplies the rows that were not read ahead
+# ([5.11.2]).
 #
-# A **router** is different. No expert of its layer can be requested before the router's product is complete. So all of
-# a router is read ahead, through buffers of its own. They hold one router, in blocks of one read unit.
+# A **router** is treated differently. The experts of its layer can be requested only when the product with the whole
+# router is complete. So a router is read ahead as a whole, through buffers of its own. They hold one router, in blocks
+# of one read unit.
 #
 # [5.11.2]: 11_prefetch.ipynb#5.11.2-Three-jobs
 
@@ -161,7 +169,7 @@ def router_buffers(extents: Collection[Extent]) -> Buffers:
 # %% [markdown]
 # ## 5.10.3 The trunk's layout
 #
-# The layout says of each tensor that it is resident, or in which row blocks it is streamed.
+# The layout of the trunk says for each tensor whether it is resident, and if not, in which row blocks it is streamed.
 
 # %% tags=["export"]
 class ResidentTensor(NamedTuple):
@@ -198,8 +206,9 @@ class TrunkLayout:
 
 
 # %% [markdown]
-# `trunk_layout` streams every matrix. `pin` makes some of them resident. The buffers stay as they are: matrices that
-# still stream need them. When nothing streams any more, there are no buffers.
+# `trunk_layout` makes a layout in which every matrix is streamed. `pin` makes some matrices resident. The buffers do
+# not change, because the matrices that are still streamed need them. If no matrix is streamed any more, there are no
+# buffers.
 
 # %% tags=["export"]
 class TrunkLayout(TrunkLayout):
@@ -236,8 +245,9 @@ def trunk_layout(extents: dict[str, Extent], multiples: dict[str, int], readers:
 # %% [markdown]
 # ## 5.10.4 Room for experts
 #
-# An expert that is cached needs room for its six tensors, each with the rest of its first and last page. An expert that
-# streams needs far less: the scales of one matrix, which are read before its rows, and one read unit of rows.
+# A cached expert needs memory for its six tensors, and for the other bytes of the first and last page of each. An
+# expert that streams needs less memory: room for the scales of one matrix, which are read before its rows, and for one
+# read unit of rows.
 
 # %% tags=["export"]
 def expert_slot_bytes(extents: list[Extent]) -> int:
@@ -256,8 +266,8 @@ def streaming_slot_bytes(extents: list[Extent]) -> int:
 
 
 # %% [markdown]
-# In a layout all slots have one size: that of a whole expert, or that of a streaming one. If they have room for whole
-# experts, one slot for each reader is set aside, and all others cache experts.
+# All slots of a layout have the same size: that of a whole expert, or that of a streaming one. If slots hold whole
+# experts, each reader keeps one of them for experts that stream, and all other slots cache experts.
 
 # %% tags=["export"]
 @dataclass(frozen=True)
@@ -297,18 +307,49 @@ trunk = trunk_layout({"model.layers.0.q_proj.weight": q_proj}, {}, 5)
 pinned = trunk.pin(frozenset(trunk.streamed))
 print(f"its q_proj: {q_proj.nbytes:,} bytes, streamed through {trunk.buffer_bytes:,}; "
       f"pinned, through {pinned.buffer_bytes}")
+print(f"row buffers for five readers: {trunk.rows.total / 1e6:.1f} MB")  # claim buffers
 assert trunk.rows == Buffers(8, BUFFER_BYTES) and not pinned.streamed
+
+
+# %% [markdown]
+# One mistake here would damage memory. An extent begins anywhere in a page, and a direct read brings whole pages. So a
+# buffer must have room for two pages more than the rows of a block. A gate takes the worst place of a block in its
+# pages:
+
+# %%
+def check_room(blocks, buffer_bytes):
+    "The gate: wherever in a page a block begins, the whole pages that hold it fit the buffer."
+    for block in blocks:
+        pages = page_padded(block.nbytes)
+        assert pages <= buffer_bytes, f"a block of {block.nbytes:,} bytes can need {pages:,}, more than the buffer has"
+    print(f"{len(blocks)} blocks fit buffers of {buffer_bytes:,} bytes wherever they begin")
+
+
+check_room(trunk.streamed["model.layers.0.q_proj.weight"], BUFFER_BYTES)
+check_room(row_blocks(q_proj, 1, 1 << 20, "trunk"), 1 << 20)
+
+# %% tags=["raises-exception"]
+rows_that_fit = (1 << 20) // (2 * 7168)  # WRONG: no room for the rest of the first and the last page
+check_room([RowBlock(q_proj, 0, rows_that_fit, 0, rows_that_fit * 2 * 7168, "trunk")], 1 << 20)
 
 # %% [markdown]
 # ## 5.10.5 Summary
 #
-# - A block is as many whole rows as fit a buffer, so the bits of a product do not depend on the buffer's size.
-# - Matrices stream through a few buffers, each large enough for any block. Routers have buffers of their own.
-# - A layout is made once, and trunk and experts allocate what it says. So what is allocated is what was planned.
+# - A block consists of whole rows, so the bits of a product do not depend on the size of the buffers.
+# - The matrices of the trunk stream through a few buffers, each large enough for any block. Routers have buffers of
+#   their own.
+# - The sizes are computed once, in a layout. Trunk and experts allocate what the layout says.
 #
-# **Exercises.**
-# 1. Which matrix of K3 decides the size of the row buffers, if heads' rows must stay together? From which head size on
-#    would it be larger than `BUFFER_BYTES`?
-# 2. How many bytes do the lists of row blocks take at the smallest budget, and why are they counted at all?
+# ## Exercises
+#
+# The answers are in [exercises of part 5](../answers/05_streaming.ipynb).
+#
+# 1. A block of `kv_b_proj` keeps the 256 rows of a head together, 512 numbers each. How many rows of this width could a
+#    head have before its rows need a buffer larger than `BUFFER_BYTES`?
+# 2. K3 has 55,430 row blocks outside its routers when everything streams ([5.13.6]). How many bytes do their lists
+#    take, and why are these bytes counted at all?
+#
 #
 # Next: [5.11 One reader pool](11_prefetch.ipynb).
+#
+# [5.13.6]: 13_trunk.ipynb#5.13.6-What-it-costs-in-K3

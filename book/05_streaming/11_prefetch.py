@@ -1,10 +1,17 @@
 # %% [markdown]
 # # 5.11 One reader pool
 #
-# A forward pass knows which bytes it needs next. So threads can read them while the arithmetic is busy with others, and
-# the same threads can do the arithmetic on what they have just read, while it is still in their core's cache. This
-# chapter builds the one machine that does both, for the trunk (5.13) and for the experts (5.16). At the end you can
-# show, from a page of invariants, why no buffer is filled while it is in use.
+# A program that reads some weights, multiplies them, and then reads the next ones leaves the disk idle during each
+# product and the cores idle during each read. But the order in which a forward pass uses its weights is known. So
+# threads can read the next weights while the cores still multiply with the last ones. This chapter builds a pool of
+# threads, called *readers*, that do both. A reader multiplies with rows that have just been read, so that the rows are
+# still in a cache of the processor. The trunk (5.13) and the experts (5.16) use the same pool. At the end you can show,
+# from a list of invariants, why no buffer is filled while it is in use.
+#
+# > **Without it:** a disk and a core that take turns need 18 ticks<!--claim turns--> for six blocks that take two ticks
+# > to read and one to multiply.
+# >
+# > **With it:** they work at the same time and need 13 ticks,<!--claim overlap--> with memory for two blocks.
 #
 # Needs chapters [1.4] (threads), [5.9] (the disk) and [5.10] (the layout). Runs in half a minute. Makes
 # `k3lib.prefetch`.
@@ -15,7 +22,7 @@
 #
 # | word | meaning | in code |
 # |---|---|---|
-# | block | what is read together: rows of a matrix, an expert. The pool does not look inside | whatever `read` understands |
+# | block | what is read together: rows of a matrix, or an expert | any object that `read` takes |
 # | page buffer | memory that holds one block at a time, lent by the pool | `buffers` |
 # | order | the sequence in which blocks will be used | `restart` |
 # | batch | the next blocks of the order, worked on together: a matrix, a request of experts | `map_blocks` |
@@ -43,8 +50,9 @@ schematics.where(read_config(ROOT / "fixtures/k3"), "readers")
 # %% [markdown]
 # ## 5.11.1 By hand: six blocks, two buffers
 #
-# A matrix of six blocks, read in order. `r` is a read, `x` the product with its rows. Blocks are read while others are
-# multiplied, because the order is known. But no read may enter a buffer before the `x` of the block in it is done.
+# A matrix has six blocks, which are read in order. In the output, `r` is a read and `x` is the product with the rows of
+# this block. One column is one tick of time. A block can be read while another one is multiplied. But a read may fill a
+# buffer only when the product with the block that was in this buffer has ended.
 
 # %%
 def schedule(blocks, buffers, read, multiply):
@@ -71,30 +79,38 @@ for buffers in (1, 2):
     print(f"{buffers} buffer{'s' * (buffers > 1)}: {products[-1][1]} ticks")
     print("  disk ", drawn(reads, "r"))
     print("  core ", drawn(products, "x"))
-assert [schedule(6, buffers, 2, 1)[1][-1][1] for buffers in (1, 2, 9)] == [18, 13, 13]
+totals = {buffers: schedule(6, buffers, 2, 1)[1][-1][1] for buffers in (1, 2, 9)}
+assert totals[1] == 18  # claim turns
+assert totals[2] == 13  # claim overlap
+assert totals[9] == totals[2]
 
 # %% [markdown]
-# With one buffer the times add up: $6(2 + 1)$. With two they overlap, and what remains is the slower of the two plus
-# one lead-in: $6 \cdot 2 + 1$. More buffers change nothing here; they are for reads and products that do not always
-# take equally long.
+# With one buffer the times add up to $6 \cdot (2 + 1)$ ticks. With two buffers reads and products overlap. Then the
+# total is the time of all reads and of the last product: $6 \cdot 2 + 1$ ticks. More than two buffers bring nothing
+# here. They help where reads and products do not always take the same time: then some blocks wait in memory, and a slow
+# read does not stop the cores.
 #
 # ## 5.11.2 Three jobs
 #
-# A reader without work chooses a job under the pool's one lock and does it without the lock. There are three:
+# A reader that has nothing to do chooses a job. It chooses under the one lock of the pool and does the job without the
+# lock. There are three kinds of jobs.
 #
-# 1. **Work.** A block of the open batch has been read ahead: call `work(block, data)` on it.
-# 2. **Read ahead.** Read a block before a job asks for it, into a free buffer or into the block's own memory. Most
-#    often the block belongs to a batch that is not open yet ([5.11.5]).
-# 3. **Stream.** Blocks of the open batch that nobody has begun to read are its *rest*. Call `stream(rest, buffer,
-#    cursor)`: it takes items of the rest from a counter that all streaming readers share, and brings each through its
-#    one buffer, reading and working by turns.
+# 1. **Work.** A block of the open batch has been read ahead. The reader calls `work(block, data)` on it.
+# 2. **Read ahead.** The reader reads a block that is not needed yet, into a free buffer or into the block's own memory.
+#    In most cases the block belongs to a batch that is not open yet ([5.11.5]).
+# 3. **Stream.** When a batch is opened, some of its blocks may not have been begun by any reader. These blocks are the
+#    *rest* of the batch. The reader calls `stream(rest, buffer, cursor)`. This function takes one item of the rest
+#    after another, reads it into its buffer and works on it. All streaming readers share the counter `cursor`, so that
+#    each item is taken once.
 #
-# The third job exists because choosing a job costs as much as multiplying a megabyte. A matrix of 176 MB has 85 blocks.
-# As one job with a shared counter it costs one choice a reader, and all readers finish within an item of each other.
+# Why is there a third kind? To choose a job takes about as long as to multiply a megabyte. A matrix of 176 MB has 85
+# blocks, and work that is chosen block by block would cost 85 choices. With the shared counter it costs one choice for
+# each reader. All readers also finish at almost the same time, because none takes a new item after the last one.
 #
-# While a rest is streamed, one reader at a time still reads ahead, so that a device has something to do when the batch
-# ends. It never takes the last free buffer, which belongs to a reader that streams. And no more than `read_ahead`
-# blocks wait: a block that waits longer would have left the cache when its batch is opened.
+# While the readers stream a rest, one of them at a time may still read ahead. Otherwise the device would have nothing
+# to do when the batch ends. This reader never takes the last free buffer, because another reader may need it to stream.
+# And at most `read_ahead` blocks wait: of many waiting blocks, the first would have left the cache before its batch is
+# opened.
 #
 # [5.11.5]: #5.11.5-The-readers'-side
 
@@ -116,8 +132,8 @@ from k3lib.parallel import CORES, EXHAUSTED, next_item
 
 
 # %% [markdown]
-# `stream` decides what an item of the rest is: a block, or a unit of a block's rows (5.12). If it is a block, `stream`
-# takes it from `items`.
+# The function `stream` decides what an item of the rest is: a block, or a unit of a block's rows (5.12). If its items
+# are blocks, it takes them from `items`.
 
 # %% tags=["export"]
 def items(rest: list, cursor: np.ndarray) -> Iterator[Any]:
@@ -127,7 +143,8 @@ def items(rest: list, cursor: np.ndarray) -> Iterator[Any]:
 
 
 # %% [markdown]
-# Two small records. An entry is a block on its way through memory. A batch is what one call of `map_blocks` works on.
+# The pool keeps two kinds of records. An `Entry` is a block on its way through memory. A `Batch` holds the blocks of
+# one call of `map_blocks`.
 
 # %% tags=["export"]
 class Entry:
@@ -174,25 +191,29 @@ class Batch:
 # %% [markdown]
 # ## 5.11.3 What is true whenever nobody holds the lock
 #
-# This is the state of a pool. One lock, `_lock`, guards every change of it. Two more fields change under the lock and
-# may be read without it: the sums `busy_seconds` and `wait_seconds`. Four things need no lock. The cursor of a batch
-# is atomic, and so is the queue `_wake`. `_threads` belongs to the thread that makes and closes the pool. And `close`
-# lets go of buffers and entries when all readers have ended.
+# The table shows the state of a pool. One lock, `_lock`, guards every change of this state. The two sums `busy_seconds`
+# and `wait_seconds` also change under the lock, but may be read without it. Four things need no lock:
+#
+# - The cursor of a batch is changed by an atomic instruction.
+# - The queue `_wake` is safe for several threads.
+# - Only the thread that makes and closes the pool uses `_threads`.
+# - `close` drops buffers and entries only when all readers have ended.
 #
 # | field | meaning |
 # |---|---|
 # | `_order`, `_cyclic` | the blocks as they will be used; after the last one, does the order begin again? |
-# | `_next` | index in `_order` of the first block that nobody has begun |
+# | `_next` | index in `_order` of the first block that no job has begun |
 # | `_free` | buffers that hold nothing; the one used last is at the end and goes out first |
 # | `_ahead` | entries, in order, that are being or have been read before their batch is opened |
 # | `_batch` | the open batch, or None |
 # | `_reading`, `_working` | jobs under way that read ahead; that work or stream |
-# | `_idle` | readers that wait for a job and that nobody has woken |
+# | `_idle` | readers that wait for a job and that have not been woken |
 # | `_wake` | a queue of tokens: a reader without a job waits for one |
 # | `_sound` | no `restart` and no `map_blocks` is under way, and the last one has succeeded |
 # | `_closed` | the readers are to end |
 #
-# While nobody holds the lock, no `restart` is under way, and no batch was interrupted or has failed since the last one:
+# While no thread holds the lock, no `restart` is under way, and no batch was interrupted or has failed since the last
+# one:
 #
 # 1. **Buffers.** Each buffer of the pool is either in `_free` or in exactly one entry.
 # 2. **Entries.** Each entry is in exactly one place: in `_ahead`, in `_batch.entries`, or with the one job that works
@@ -204,33 +225,35 @@ class Batch:
 # 5. **Soundness.** `_sound` is True in a new pool, and if the last `map_blocks` or `restart` has succeeded. A batch
 #    that fails or is interrupted keeps its entries and the buffers in them, and `map_blocks` raises until a `restart`
 #    has succeeded.
-# 6. **Waking.** A reader that waits is counted in `_idle`, or there is a token for it in `_wake`. Whoever puts a token
-#    takes one reader off `_idle`. There may be more tokens than readers that wait: a reader that finds one for nothing
-#    looks for a job once more.
+# 6. **Waking.** A reader that waits is counted in `_idle`, or there is a token for it in `_wake`. A thread that puts a
+#    token lowers `_idle` by one. There may be more tokens than waiting readers. A reader that takes such a token looks
+#    for a job, finds none and waits again.
 #
-# Why is no buffer filled while it is in use? A read fills the block's own memory, which no other block has, or it takes
-# a buffer from `_free`. While an entry is in use, its buffer
-# is in that entry (1), which is with the one job that works on it (2). The buffer goes to `_free` when that job has
-# ended. So it is not in `_free` before. The same holds for the entry through which a reader streams.
+# **Why is no buffer filled while it is in use?** A read fills either the block's own memory, which no other block uses,
+# or a buffer that it has taken from `_free`. While a job uses an entry, the buffer is in this entry (1), and the entry
+# is with this one job (2). The buffer returns to `_free` when the job has ended. So during the job the buffer is not in
+# `_free`, and no read can take it. The same holds for the entry through which a reader streams.
 #
-# After an interrupt the invariants are not repaired, because any of them may be broken: the caller may have been
-# stopped between any two lines. `restart` waits until no job is under way. Then nothing uses a buffer, so all of them
-# are free, and the state can be made from nothing. It puts a token for every reader, since the caller may have been
-# stopped after it took a reader off `_idle` and before it put the token.
+# **After an interrupt** the pool does not repair the invariants. Ctrl-C may have stopped the caller between any two
+# lines, so any of the invariants may be broken. `restart` waits until no job is under way. Then no job uses a buffer,
+# so all buffers are free, and `restart` can build the state from nothing. It also puts a token for every reader: the
+# caller may have been stopped after it lowered `_idle` and before it put the token.
 #
-# The lock is an `RLock`, although nobody takes it twice. Ctrl-C can interrupt the caller in `Condition.wait()`, while
-# it takes its lock again. With a plain `Lock`, the `with` block would then give back a lock that a reader holds. An
-# `RLock` is taken again inside the interpreter, where no signal is heard.
+# **The lock is an `RLock`**, although no thread takes it twice. `Condition.wait()` releases the lock and takes it again
+# at its end. Ctrl-C can interrupt the caller at that moment, before it has the lock. With a plain `Lock`, the end of
+# the `with` block would then release a lock that a reader holds. An `RLock` is taken again inside the interpreter,
+# where no signal is handled, so the caller always has it when the `with` block ends.
 #
-# **A pool that is dropped.** A notebook cell that is run again forgets its model without closing it. So nothing may
-# keep a pool alive but its owner. A reader has a weak reference to the pool, a strong one only for the length of a job,
-# and none while it waits. The callback of that weak reference is the `put` of `_wake`: when the pool dies, every
-# reader gets a token, looks for the pool, finds none, and ends. A pool can die anywhere: on one of its own readers,
-# when the job has ended that kept it alive; or inside the garbage collector, between any two lines of any thread. A
-# callback that took a lock could wait for the very thread that runs it. `SimpleQueue.put` takes none and is one step
-# of C, so that no signal interrupts it, which is why readers wait for a queue and not for a condition. Nobody waits for
-# the readers of a dropped pool. `read` and `memory` must not refer to the pool's owner, or the pool would keep its
-# owner, and with it itself, alive.
+# **A pool that nothing refers to any more** must end its readers. A user who runs a notebook cell again replaces the
+# model without closing the old one. So only the owner of a pool may keep it alive. Each reader has a weak reference to
+# its pool, and a strong one only during a job. When the pool is freed, the weak reference calls its callback, which is
+# the `put` of `_wake`. So every reader gets a token, finds that the pool is gone, and ends.
+#
+# Python can free a pool at any moment: on one of the pool's own readers, at the end of the job that kept it alive, or
+# in the garbage collector, between two lines of any thread. If the callback took a lock, it could wait for a lock that
+# its own thread holds. `SimpleQueue.put` takes no lock, and a signal cannot interrupt it. Therefore readers wait for a
+# queue and not for a condition. One rule follows for the user of a pool: `read` and `memory` must not refer to the
+# pool's owner. Otherwise the pool would keep its owner alive, and the owner the pool.
 
 # %% tags=["export"]
 class Prefetcher:
@@ -294,8 +317,9 @@ class Prefetcher(Prefetcher):
 # %% [markdown]
 # ## 5.11.4 The caller's side
 #
-# `restart` gives a new order. What was read ahead of the old one is dropped. `at_start` tells a caller whose order is
-# cyclic that the next block is the first one, so that what was read ahead need not be dropped.
+# `restart` begins a new order and drops the blocks of the old order that were read ahead. A caller whose order is
+# cyclic can ask `at_start` whether the next block is the first one. If so, it does not call `restart`, and keeps the
+# blocks that were read ahead.
 
 # %% tags=["export"]
 class Prefetcher(Prefetcher):
@@ -341,13 +365,13 @@ class Prefetcher(Prefetcher):
 
 
 # %% [markdown]
-# `map_blocks` opens a batch and returns when all of it has been worked on. It can end early in three ways: a job fails,
-# the pool is closed, or Ctrl-C interrupts the caller at any line. In all three it waits for the jobs of the batch
-# before it raises, because they use the caller's arrays. (A second Ctrl-C ends that wait too; then `restart` waits for
-# those jobs.)
+# `map_blocks` opens a batch and returns when the readers have worked on all its blocks. It ends early in three cases: a
+# job fails, the pool is closed, or Ctrl-C interrupts the caller. In all three cases it first waits for the jobs of the
+# batch that are under way, because these jobs use the caller's arrays. Then it raises an error. (A second Ctrl-C ends
+# this wait, too. Then the next `restart` waits for the jobs.)
 #
-# How long has the caller waited for bytes? The wall time of the call, less the processor time of its arithmetic over
-# the threads that it had.
+# The pool also estimates for how long the caller has waited for bytes. It takes the duration of the call and subtracts
+# the processor time of the arithmetic, divided by the number of threads that could do arithmetic.
 
 # %% tags=["export"]
 class Prefetcher(Prefetcher):
@@ -388,8 +412,8 @@ class Prefetcher(Prefetcher):
 
 
 # %% [markdown]
-# The blocks that the caller names must be the next of the order. A caller that leaves out a matrix gets an error, never
-# the rows of another.
+# The blocks that the caller names must be the next ones of the order. So a caller that leaves out a matrix gets an
+# error, and never the rows of another matrix.
 
 # %% tags=["export"]
 class Prefetcher(Prefetcher):
@@ -422,14 +446,16 @@ class Prefetcher(Prefetcher):
 # %% [markdown]
 # ## 5.11.5 The readers' side
 #
-# A reader settles its last job and chooses its next one in one visit to the lock. It works if it can, else it reads
-# ahead, else it streams. It wakes another reader only when there is something for it to do: waking a thread for nothing
-# costs as much as a small read.
+# A reader takes the lock once between two jobs. It records the outcome of the last job and chooses the next one. It
+# prefers work to reading ahead, and reading ahead to streaming. It wakes another reader only if there is a job for that
+# reader, because to wake a thread costs as much time as a small read.
 #
-# Between two jobs the reader gives up its reference to the pool and asks for it anew. So a pool that was dropped
-# meanwhile reads nothing ahead any more. `outcome` is forgotten when it has been recorded: it may be an error. An error
-# holds the frames of the functions that it came through, and those that called them, with all their variables. So the
-# reader's functions empty their variables, too: an error that a notebook shows must not keep a pool alive.
+# Between two jobs the reader drops its strong reference to the pool and asks the weak reference for a new one. So if
+# the pool has been freed in the meantime, the reader ends.
+#
+# The reader also drops `outcome` after recording it. The outcome may be an error, and a Python error keeps the
+# variables of all functions that it passed through. A notebook keeps the last error that it has shown. So, without
+# care, an error on display would keep a pool alive. Therefore the reader's functions delete their variables at the end.
 
 # %% tags=["export"]
 def _serve(pool_reference, lock, wake):
@@ -479,9 +505,10 @@ class Prefetcher(Prefetcher):
 
 
 # %% [markdown]
-# Which block is read ahead? The next of the order. An order that is not cyclic is used up when its last batch is
-# opened; for the experts (5.16) that is at once, because a request is one batch. Then a reader that may not work, since
-# the limit is reached, takes blocks from the rest and reads those. They become entries of the open batch.
+# Which block does a reader read ahead? The next block of the order. An order that is not cyclic has no such block once
+# its last batch is open. For the experts (5.16) this is so from the beginning, because a request is a single batch. If
+# then as many readers work as the limit allows, another reader takes blocks from the rest of the open batch and reads
+# them. These blocks become entries of the open batch.
 
 # %% tags=["export"]
 class Prefetcher(Prefetcher):
@@ -514,8 +541,9 @@ class Prefetcher(Prefetcher):
 
 
 # %% [markdown]
-# Doing a job needs no lock. Settling it does: a read becomes data, a buffer becomes free, and the batch keeps the first
-# error. The caller is woken if it waits for this.
+# `_do` does a job, without the lock. `_settle` records its outcome, under the lock: the data of a read go into the
+# entry, the buffer of finished work becomes free, and the first error goes into the batch. `_settle` wakes the caller
+# if the batch is finished or has failed.
 
 # %% tags=["export"]
 class Prefetcher(Prefetcher):
@@ -557,8 +585,9 @@ class Prefetcher(Prefetcher):
 # %% [markdown]
 # ## 5.11.6 The gate: every block once, with its own bytes
 #
-# Blocks are numbers here, and reading one fills a buffer with it. A buffer that is filled while it is in use then shows
-# another number. Reads and calls last at random; the order is cyclic and cut into batches at random.
+# In the gate a block is a number, and to read a block is to fill a buffer with this number. So a buffer that is filled
+# while it is in use shows another number. Reads and work take random times. The order is cyclic, and it is cut into
+# batches at random places.
 
 # %%
 rng = np.random.default_rng(0)
@@ -576,9 +605,9 @@ def worked_on(pool, blocks):
     done = []
 
     def work(block, data):
-        assert (data == block).all()
+        assert (data == block).all(), "a buffer was filled while it was in use"
         time.sleep(next(pauses))
-        assert (data == block).all(), "filled while it was in use"
+        assert (data == block).all(), "a buffer was filled while it was in use"
         done.append(block)
 
     def stream(rest, buffer, cursor):
@@ -608,9 +637,22 @@ pool = Prefetcher(fill, [np.zeros(64, np.int64) for _ in range(3)], readers=3, r
 assert passes(pool, list(range(20)), times=20)
 print("20 times through 20 blocks, three readers and three buffers: every block once, with its own bytes: True")
 
+# %% [markdown]
+# A pool that breaks invariant 1 must fail this gate. This one believes that it has three buffers, and all three are the
+# same memory:
+
+# %% tags=["raises-exception"]
+shared = np.zeros(64, np.int64)
+one_memory = Prefetcher(fill, [shared] * 3, readers=3, read_ahead=2, name="one memory")  # WRONG
+passes(one_memory, list(range(20)), times=20)
+
+# %%
+one_memory.close()
+
 
 # %% [markdown]
-# A batch that is left out is an error and not a shift. After an error or an interrupt only `restart` goes on.
+# A batch that is left out causes an error and never a shift by one block. After an error or an interrupt, every batch
+# raises until `restart` has been called.
 
 # %%
 def interrupted(*_):
@@ -636,21 +678,25 @@ assert sorted(worked_on(pool, [7, 8, 9])) == [7, 8, 9]
 pool.close()
 
 # %% [markdown]
-# The tests go further: every moment at which Ctrl-C can be heard, reads that fail, reads that never end, and pools of
-# every size. Three pools that break the rules meet the gate of the trunk ([5.13.3]).
+# The tests of the repository go further. They interrupt the caller at every line, let reads fail or never end, and use
+# pools of many sizes. In [5.13.3] three more pools that break the rules meet the gate of the trunk.
 #
 # ## 5.11.7 Summary
 #
-# - A reader chooses work, a read ahead, or a stream, in this order, and does it without the lock.
-# - A buffer is free or in one entry. It becomes free when the job that works on that entry has ended, never before.
-# - An interrupted batch is not repaired: `restart` waits for the jobs and begins anew.
+# - A reader prefers work to reading ahead, and reading ahead to streaming. It chooses under the lock and does the job
+#   without it.
+# - A buffer is free or in one entry. It becomes free when the job that uses this entry has ended, and never before.
+# - An interrupted batch is not repaired. `restart` waits for the jobs under way and builds the state from nothing.
 #
-# **Exercises.** Answer to 1: [exercises of part 5](../answers/05_streaming.ipynb).
+# ## Exercises
+#
+# Answers to 1 and 2: [exercises of part 5](../answers/05_streaming.ipynb).
 #
 # 1. In `schedule`, let a product take 3 ticks and a read 2. How many buffers are enough, and what is the total for $n$
 #    blocks?
-# 2. Let buffers go out first in, first out (`popleft` of a deque). No bit changes. What does?
-# 3. Let a reader take the last free buffer to read ahead while a batch streams. Find the schedule in which the batch
+# 2. Let the pool lend its free buffers in the order in which they became free (`popleft` of a deque). No bit of a
+#    result changes. What does change?
+# 3. Let a reader that reads ahead take the last free buffer while a batch streams. Find a schedule in which the batch
 #    ends later, or never.
 #
 # Next: [5.12 Read, multiply, read, multiply](12_read_multiply.ipynb).

@@ -1,10 +1,14 @@
 # %% [markdown]
 # # 5.12 Read, multiply, read, multiply
 #
-# A reader that streams takes a unit of rows, reads it, multiplies it, and reads the next one into the same memory. This
-# chapter writes that loop twice, in Python and in compiled code. It is the one place of the engine where reading and
-# multiplying meet in compiled code. At the end you can say what that is worth, on which machines, and what happens when
-# a read goes wrong.
+# A reader that streams a matrix takes a small unit of its rows, reads the unit, multiplies it, and reads the next unit
+# into the same memory. So the rows are still in the core's cache when they are multiplied. This chapter writes the loop
+# twice: in Python, where it handles every case, and in compiled code, where it handles only the usual one. At the end
+# you can say on which machines the compiled loop is worth having, and what happens when a read fails.
+#
+# > **Without it:** the rest of a matrix of 176 MB is written to memory by the reads and fetched back by the product.
+# >
+# > **With it:** a reader has 0.77 MB<!--claim unit--> of rows in its cache at a time, and no row is fetched back.
 #
 # Needs chapters [1.5] (the product), [5.9] (the disk) and [5.11] (readers). Runs in half a minute. Makes
 # `k3lib.read_multiply`.
@@ -73,15 +77,15 @@ seed = 0
 # %% [markdown]
 # ## 5.12.1 Units
 #
-# A unit is small enough that two of them and a vector stay in a core's own cache. The product finds its rows there, and
-# they are never written out to memory: the next unit overwrites them. With larger units there would be fewer calls, but
-# rows would leave the cache before they are multiplied.
+# How large should a unit be? Two units and a vector should fit into a core's own cache. Then the product finds its rows
+# in the cache, and the next unit overwrites them before they are written out to memory. With larger units there would
+# be fewer calls of the system, but rows would leave the cache before they are multiplied.
 #
-# Which unit does the next number of the cursor stand for? Units are not equally fast: some lie in a hole of the file or
-# in the device's own cache, some do not, and slow ones come in runs. Readers that went in file order would all meet a
-# run at once and wait for the device with nothing left to multiply. So number $p$ of $n$ stands for unit $p s \bmod n$,
-# with $s$ near $0.38\,n$ and no common factor with $n$. The unit taken next lies far away, and a slow run is met by one
-# reader at a time.
+# In which order are the units taken? Some units can be read faster than others: a unit may lie in a hole of the file,
+# or in the device's own cache. Slow units often lie side by side. If the readers took the units in the order of the
+# file, all of them would be at slow units at the same time, and none would have something to multiply. So number $p$ of
+# $n$ stands for unit $p s \bmod n$, where the stride $s$ is near $0.38\,n$ and has no common factor with $n$. Then two
+# units that are taken one after the other lie far apart, and in most cases only one reader is at a slow unit.
 
 # %% tags=["export"]
 GOLDEN = (3 - math.sqrt(5)) / 2  # the stride as a fraction of the number of units: it keeps neighbours far apart
@@ -105,13 +109,14 @@ def unit_stride(units: int) -> int:
 # %%
 print("eight units are taken in the order", [p * unit_stride(8) % 8 for p in range(8)])
 print("a unit of K3's q_proj:", unit_rows(2 * 7168), "rows; of an expert's w1:", unit_rows(3584 // 2))
+print(f"a unit of an expert's w1: {unit_rows(3584 // 2) * 3584 // 2 / 1e6:.2f} MB")  # claim unit
 
 
 # %% [markdown]
 # ## 5.12.2 A unit, from Python
 #
-# What is to be computed is a row block times a vector, or times several. The rows of the block are no array: they are
-# bytes of a file, `block.nbytes` of them from `block.begin` on.
+# The loop computes the product of a row block with one or more vectors. The rows of the block are not in an array yet.
+# They are bytes of a file: `block.nbytes` bytes from `block.begin` on.
 
 # %% tags=["export"]
 class Product(NamedTuple):
@@ -153,17 +158,17 @@ def _scaled(w, scale, at, n):
 
 
 # %% [markdown]
-# `Files.read` continues a read that came short, goes through the page cache where it must, and says which bytes of
-# which file are missing. `typed` copes with odd addresses. So `_multiply_rows` is complete. A loop that calls it until
-# the cursor has no unit left would be enough, but for one thing: each unit then goes through Python.
+# `Files.read` continues a read that returned too few bytes, uses the page cache where it must, and raises an error that
+# names the missing bytes. `typed` handles odd addresses. So `_multiply_rows` handles every case, and a loop that calls
+# it until no unit is left would give the right result. Its only fault is that each unit is handled by Python.
 #
 # ## 5.12.3 The same loop, compiled
 #
-# A reader that runs Python holds the interpreter's lock, so only one of them can. Between two units it does little: a
-# read call, a product call, the account. The compiled loop does these without Python. The whole rest of a matrix is one
-# call, for which the lock is given up once.
+# A thread that runs Python holds the interpreter lock, so only one reader can run Python at a time. Between two units a
+# reader has little to do: it calls the read, calls the product, and counts the bytes. The compiled loop does this
+# without Python. The whole rest of a matrix is then one call, during which other threads can hold the lock.
 #
-# Compiled code calls `pread` and `clock_gettime` of the C library directly, and it takes an intrinsic each to say so
+# Compiled code calls two functions of the C library directly: `pread` and `clock_gettime`. Each call needs an intrinsic
 # (1.3). The two clocks are those of `time.perf_counter` and `time.thread_time`.
 
 # %% tags=["export"]
@@ -199,8 +204,9 @@ def _clock(typingctx, which):
 
 
 # %% [markdown]
-# One loop serves the trunk's rows and the experts' packed matrices. `scale` is None for bf16 and float32, so `_scaled`
-# has two types of result. Compiled code has one, so numba is given one form for each type of `scale`.
+# The same loop multiplies the trunk's rows and the experts' packed matrices. For bf16 and float32, `scale` is None and
+# `_scaled` returns an array; for packed rows it returns a pair. A compiled function can return only one type. So numba
+# gets two forms of `_scaled`, and chooses by the type of `scale`.
 
 # %% tags=["export"]
 @overload(_scaled)
@@ -212,11 +218,11 @@ def _scaled_form(w, scale, at, n):
 
 
 # %% [markdown]
-# The loop ends when the cursor has no unit left, or at a unit that is not the plain case: a read that failed or came
-# short, or rows at an odd address.
+# The loop ends when the cursor has no unit left. It also ends at a unit that it does not handle: if a read fails or
+# returns too few bytes, or if rows lie at an odd address.
 #
-# The loop adds its counts to five totals. Reading the processor time is a system call. So only one unit in eight is
-# timed, and it stands for the others.
+# The loop counts five totals. To ask for the processor time is a call of the system, which takes time. So the loop
+# times only one unit in eight, and this unit stands for the other seven.
 
 # %% tags=["export"]
 READING, WANTED, TRANSFERRED = range(3)  # totals: seconds inside reads, bytes of rows, bytes of whole pages
@@ -266,10 +272,10 @@ def _stream(source, elements, scale, x, out, cursor, totals):
 # %% [markdown]
 # ## 5.12.4 Together
 #
-# The compiled loop runs as far as it can. At a unit that is not the plain case Python does that one unit, and compiled
-# code takes over again. A unit whose read failed or came short is read anew from its first byte, by `Files.read`, which
-# raises the error if the read fails again. Where compiled code cannot read at all, on a file that is not read directly
-# or a system other than Linux, Python does every unit.
+# `read_multiply` uses both loops. The compiled loop runs until it ends. If it has ended at a unit that it does not
+# handle, Python reads and multiplies this one unit from its first byte, and then the compiled loop goes on. If the read
+# fails again, `Files.read` raises the error. The compiled loop cannot be used for a file that is not read directly, or
+# on a system other than Linux. There Python handles every unit.
 
 # %% tags=["export"]
 COMPILED_READS = COMPILED_PREAD  # whether compiled code reads where it can; False: Python reads the same units
@@ -311,8 +317,9 @@ def read_multiply(files: Files, product: Product, buffer: np.ndarray, cursor: np
 
 
 # %% [markdown]
-# How many readers may do this at a time? As many as the arithmetic has threads, if these are fewer than the cores. If
-# every core has one, more readers than cores: a reader that waits for its device leaves its core to another.
+# How many readers may stream at the same time? If the arithmetic may use fewer threads than there are cores, as many
+# readers as it has threads. If it may use all cores, there may be more readers than cores, because a reader that waits
+# for its device leaves its core to another one.
 
 # %% tags=["export"]
 def max_concurrent_blocks(threads: int) -> int:
@@ -323,8 +330,9 @@ def max_concurrent_blocks(threads: int) -> int:
 # %% [markdown]
 # ## 5.12.5 The gate: the bits of the resident product
 #
-# Matrices of the three formats, at even and odd offsets of a file, through buffers of one page of rows and more, by
-# both loops. Every product must have the bits of the resident matrix.
+# The gate streams matrices of the three formats. They begin at even and odd offsets of a file, and the buffers have
+# room for one page of rows or for more. Both loops are tested. Every product must have the bits of the product with the
+# matrix in memory.
 
 # %%
 rng = np.random.default_rng(seed)
@@ -359,18 +367,32 @@ for dtype, (array, _) in MATRICES.items():
         for pages in (3, 8, 40):
             assert {streamed(dtype, offset, pages, compiled) for compiled in (True, False)} == {array.nbytes}
 print("three formats, four offsets, three buffers, two loops: the bytes of the resident product: True")
+
+# %% [markdown]
+# The order of the units has a condition: the stride has no common factor with their number. Without it some units would
+# be taken several times and others never. With 44 units and a stride of 22 the gate fails:
+
+# %% tags=["raises-exception"]
+usual_stride, unit_stride = unit_stride, lambda units: max(1, units // 2)  # WRONG: a common factor with most numbers
+try:
+    streamed("F32", 0, 3, compiled=False)
+finally:
+    unit_stride = usual_stride
+
+# %%
 shutil.rmtree(scratch)
 
 # %% [markdown]
 # ## 5.12.6 Is the compiled loop worth its room?
 #
-# Both loops multiply a unit while it is in the core's cache; that is what reading and multiplying in one loop is for.
-# The compiled one saves the way through Python between two units. What is that worth? `tests/bench_reads.py` measures
-# it. It streams a bf16 matrix of 88 MB through the pool, and the loops take turns: the compiled one; `lean`, the least
-# that Python can do for a unit, without lock and account; and the Python half of `read_multiply`.
+# Both loops multiply a unit while it is in the core's cache. The compiled loop saves only the Python code between two
+# units. How much time is that? `tests/bench_reads.py` measures it. It streams a bf16 matrix of 88 MB through the pool
+# with three loops by turns: the compiled loop; `lean`, which is the least that Python can do for a unit, without a lock
+# and without counting; and the Python half of `read_multiply`.
 #
-# A device is simulated. A read waits, without the processor, until a queue of so many bytes a second would have
-# delivered it. Real bytes in memory are copied by the kernel, holes are filled with zeros by it.
+# The devices in the table are simulated: a read waits, without using the processor, until a device of this rate would
+# have delivered its bytes. Real bytes in memory are copied by the operating system, and holes are filled with zeros by
+# it.
 #
 # | bytes from | compiled | lean takes | processor time | Python half takes |
 # |---|---|---|---|---|
@@ -385,28 +407,31 @@ shutil.rmtree(scratch)
 # [5.34.3], nearly all of it holes; two cores that had other work too, so ranges. Times are multiples of the compiled
 # loop's.*
 #
-# So a disk of today does not need the compiled loop: the disk takes the time, and Python spends a third to a half more
-# of a processor that has little else to do. Bytes at memory speed do need it. There the way through the interpreter
-# shows, and a reader that is in it keeps the others out. The synthetic models that test the full shape (5.28) are such
-# bytes.
+# For a disk of 3 or 7 GB/s the compiled loop saves no time: the disk takes the time, and Python takes 1.2 to 1.6 times
+# the processor time, on a processor that would otherwise wait. With bytes that come at the speed of memory the compiled
+# loop does save time, because readers wait for each other at the interpreter lock. The synthetic models that test the
+# full shape (5.28) consist of such bytes.
 #
-# That is the decision: one loop of some 25 lines stays compiled, and everything else is one loop in Python over the
-# same units. Should the compiled half ever be in the way, the Python half is complete without it.
+# So one loop of about 25 lines is compiled, and all other cases are left to Python. Without the compiled loop the
+# engine would still give the same results.
 #
-# What did not help: huge pages for the buffers; reading far ahead, because a block that waits has left the cache when
-# it is used. What did: one counter for the units of a matrix instead of a lock a block; waking a thread only when there
-# is something for it to do; a block or two of the next matrix read while this one is multiplied, so that a device is
-# never idle; buffers that go out last in, first out (5.11).
+# Some other ideas were tried. Huge pages for the buffers brought no gain. Reading far ahead brought none either,
+# because a block that waits long has left the cache. These helped: one counter for all units of a matrix instead of a
+# lock for each block; waking a thread only if it has something to do; reading a block or two of the next matrix while
+# this one is multiplied, so that the device is not idle; and lending the buffer that was used last (5.11).
 #
 # ## 5.12.7 Summary
 #
-# - A unit is read and multiplied while it is in the core's cache, then overwritten by the next one.
-# - The compiled loop does the plain case only. All others are Python's, which is complete without it.
-# - Units of one matrix are taken far apart, so that readers do not meet a slow part of a file together.
+# - A unit is multiplied while it is in the core's cache. Then the next unit overwrites it.
+# - The compiled loop handles only the usual case. The Python loop handles every case.
+# - Units that are taken one after the other lie far apart, so that the readers are not all at a slow part of the file.
 #
-# **Exercises.**
-# 1. Let `unit_stride` return 1 and put a slow part into a file (a `Files.read` that sleeps for some offsets). How long
-#    does the matrix take with four readers, and how long with the golden stride?
+# ## Exercises
+#
+# Answer to 1: [exercises of part 5](../answers/05_streaming.ipynb).
+#
+# 1. Four readers take 64 units by turns. The 16 units in the middle of the file are slow. How many of the first four
+#    units that are taken in one round can be slow, with a stride of 1 and with the stride of this chapter?
 # 2. Measure `bench_reads.py` with 1, 2 and 5 readers. Why does `lean` lose more with five than with one?
 # 3. Double `READ_UNIT`. Which row of the table changes, and which cache explains it?
 #

@@ -1,14 +1,16 @@
 # %% [markdown]
 # # 5.13 The trunk: rows that arrive
 #
-# 108.8 GB of K3 are read for every token, whatever the token is: projections, norms, shared experts. This chapter lets
-# a matrix be multiplied that is never all in memory. At the end you can say what a block of rows goes through between
-# the disk and the dot product, and why the first gigabytes of a budget belong to the front of the forward pass.
+# The *trunk* of K3 is every weight but the routed experts: projections, norms, routers, shared experts. Its 108.8 GB
+# are needed for every token, whatever the token is. Few machines have memory for them. This chapter multiplies with a
+# matrix that is never in memory as a whole: its rows are read in blocks, and each block is multiplied when it has
+# arrived. At the end you can say what happens to a block of rows between the disk and the dot product, and why the
+# first gigabytes of a budget are spent on the matrices at the front of the forward pass.
 #
 # > **Without it:** trunk and head take 111 GB<!--claim whole--> of memory.
 # >
-# > **With it:** 45 MB of buffers<!--claim buffers--> are enough. A token then reads all of it, in
-# > 15.9 s<!--claim seconds--> from a disk of 7 GB/s, and each byte that is pinned is not read.
+# > **With it:** buffers of 45 MB<!--claim buffers--> are enough. Then every token reads the whole trunk, which takes
+# > 15.9 s<!--claim seconds--> from a disk of 7 GB/s. With more memory, matrices are pinned, and a token reads less.
 #
 # Needs chapters [5.10] to [5.12]. Runs in half a minute. Makes `k3lib.trunk`.
 #
@@ -56,13 +58,15 @@ from k3lib.read_multiply import Product, max_concurrent_blocks, read_multiply, r
 # %% [markdown]
 # ## 5.13.1 A matrix that is never all in memory
 #
-# A streamed matrix has the protocol of a resident one. Its blocks are one batch of the reader pool (5.11). A plain
-# product is read and multiplied in units (5.12). Work of another kind, as attention with `kv_b_proj`, is called on
-# whole blocks by the reader that has read them.
+# A layer must not need to know whether a matrix is in memory. So a streamed matrix has the same methods as a resident
+# one ([1.5.6]). Its blocks are one batch of the reader pool (5.11). The two methods differ in what a reader does:
 #
-# The blocks that no reader has begun are the rest of the batch ([5.11.2]). A plain product treats the rest as one range
-# of rows. Other work takes it block by block.
+# - `multiply` is a plain product. The blocks that no reader has begun, the rest of the batch ([5.11.2]), form one range
+#   of rows. Readers read and multiply this range in units (5.12).
+# - `map_blocks` calls a function of the layer, such as attention with `kv_b_proj`. It takes the rest block by block.
+#   The reader that has read a block calls the function on it.
 #
+# [1.5.6]: ../01_mxfp4/05_matmul.ipynb#1.5.6-A-matrix-is-rows-that-arrive
 # [5.11.2]: 11_prefetch.ipynb#5.11.2-Three-jobs
 
 # %% tags=["export"]
@@ -117,16 +121,18 @@ class StreamedMatrix(StreamedMatrix):
 # %% [markdown]
 # ## 5.13.2 The trunk
 #
-# Vectors and pinned matrices are read once. The other matrices stream, in the order of the forward pass. After the last
-# one the first one is read again, so the readers run ahead from one token into the next.
+# Vectors and pinned matrices are read once, at the start. The other matrices are streamed in the order of the forward
+# pass. After the last matrix the first one is read again, so at the end of a token the readers already read ahead for
+# the next token.
 #
-# **Routers** are read ahead whole. No expert of a layer can be requested before all 12.8 MB of its router have been
-# multiplied. Among the blocks of the matrices before it, the router would be read last, and everything would wait for
-# it. So routers have a pool of their own, with buffers for one router. When the router of this layer has been used, a
-# single reader reads that of the next layer, block by block. It has the time of a whole layer for that.
+# **Routers** get a pool of their own. The experts of a layer can be requested only when all 12.8 MB of its router have
+# been multiplied. In one pool with the other matrices, the router's blocks would come after those of the matrices
+# before it, and the requests for experts would wait for them. So the routers' pool has buffers for one whole router. As
+# soon as the router of one layer has been used, a single reader reads the router of the next layer. It has the time of
+# a whole layer for this.
 #
-# The pools read through `files` and know nothing of the trunk. So a trunk that is dropped is freed at once, and its
-# readers end ([5.11.3]).
+# The pools read through `files` and have no reference to the trunk. So a trunk that nothing refers to any more is freed
+# at once, and its readers end ([5.11.3]).
 #
 # [5.11.3]: 11_prefetch.ipynb#5.11.3-What-is-true-whenever-nobody-holds-the-lock
 
@@ -185,8 +191,8 @@ class Trunk(Trunk):
 
 
 # %% [markdown]
-# The trunk has its own check of the order, by name. It tells a caller which matrix it has left out, before the pool
-# says that the blocks are not the next ones.
+# The trunk checks the order by name. So if a caller leaves out a matrix, the error names the matrix that should have
+# come next.
 
 # %% tags=["export"]
 class Trunk(Trunk):
@@ -220,8 +226,9 @@ class Trunk(Trunk):
 # %% [markdown]
 # ## 5.13.3 The gate: streamed equals resident
 #
-# One layer and a half of the embedded model, multiplied resident and through buffers of different sizes, twice over. A
-# wrong buffer, a stale block or a lost row would change bytes.
+# The gate takes one and a half layers of the embedded model. It multiplies their matrices in memory, and then streamed
+# through buffers of different number and size, for two forward passes. The results must have equal bytes. A wrong
+# buffer, a block of the pass before or a lost row would change them.
 
 # %%
 import shutil
@@ -287,15 +294,26 @@ def products(count, nbytes, readers, passes=2, pool=Prefetcher):
 
 resident = [linear(ResidentMatrix(checkpoint.raw(name)), ramp(EXTENTS[name].shape[1])).ravel() for name in MATRICES]
 expected = np.concatenate(resident * 2)
+
+
+def check_streamed(name, count, nbytes, readers, pool=Prefetcher):
+    "The gate: the bytes of the resident products, whichever pool streams the matrices."
+    try:
+        same = products(count, nbytes, readers, pool=pool).tobytes() == expected.tobytes()
+    except NotFinite:  # rows of another type or matrix can have infinities
+        same = False
+    assert same, f"{name}: not the bytes of the resident products"
+    print(f"{name}: the bytes of the resident products")
+
+
 for count, nbytes, threads in ((1, 20_000, 1), (2, 20_000, 2), (3, 50_000, 2), (40, 80_000, 3)):
-    assert products(count, nbytes, threads).tobytes() == expected.tobytes()
-print("through one buffer, two, three and forty, two forward passes each: the bytes of the resident product: True")
+    check_streamed(f"{count} buffers of {nbytes:,} bytes, {threads} readers", count, nbytes, threads)
 
 
 # %% [markdown]
-# Three pools that break the rule, on purpose. The first lends one buffer to all readers. The second reads, in place of
-# every other block, the block before it. The third is one block late after its sixth read. None of them passes the
-# gate. Whether one also raises an error is chance.
+# Three wrong pools must fail this gate. The first lends the same buffer for every read, whether it is in use or not.
+# The second reads the block before, in place of every second block. The third is one block late from its seventh read
+# on.
 
 # %%
 class OneBuffer(Prefetcher):
@@ -336,26 +354,25 @@ class Late(WrongBlock):
         return i + (reads > 6)
 
 
-def passes_the_gate(pool):
-    try:
-        return products(4, 20_000, 2, pool=pool).tobytes() == expected.tobytes()
-    except NotFinite:  # float32 read as bf16 has infinities
-        return False
+# %% tags=["raises-exception"]
+check_streamed("one buffer for all reads", 4, 20_000, 2, OneBuffer)
 
+# %% tags=["raises-exception"]
+check_streamed("every second block is the one before", 4, 20_000, 2, Stuttering)
 
-for pool in (OneBuffer, Stuttering, Late):
-    assert not passes_the_gate(pool)
-    print(f"{pool.__name__:<11} fails the gate: True")
+# %% tags=["raises-exception"]
+check_streamed("one block late", 4, 20_000, 2, Late)
 
 # %% [markdown]
-# The tests go further: readers that sleep at random, every order of arrival, forward passes interrupted at every
-# moment, and a matrix left out, which must be an error and not a shift.
+# The tests of the repository go further: readers that sleep for random times, all orders of arrival, forward passes
+# that are interrupted at every line, and a matrix that is left out, which must cause an error.
 #
 # ## 5.13.4 What waits for what
 #
-# A matrix of 16 MB of real bytes, 64 tokens, and two ways through it: one thread that reads a block and then multiplies
-# it, and a pool. Python reads here, so that every read and every product can leave an event. The second time through
-# is shown; by then kernels are compiled and files are open.
+# A matrix of 16 MB is multiplied with 64 tokens in two ways. First one thread reads a block, multiplies it, and reads
+# the next. Then a pool does both at the same time. In this experiment Python reads the blocks, not compiled code, so
+# that the start and the end of each read and each product can be recorded. The figure shows the second pass, when
+# kernels are compiled and files are open.
 
 # %%
 width = 4096
@@ -428,17 +445,21 @@ shutil.rmtree(scratch)
 
 
 # %% [markdown]
-# In the first picture nothing overlaps. In the second, what was read ahead is multiplied at once. Then every reader
-# takes blocks of its own, and while one waits for the device another multiplies. When the matrix is done they read
-# ahead again.
+# With one thread, reads and products take turns. With the pool, the blocks that were read ahead are multiplied at once.
+# Then every reader takes blocks of its own, and while one reader waits for the device, another one multiplies. At the
+# end of the matrix the readers read ahead again.
 #
 # ## 5.13.5 Why the front of the forward pass is pinned
 #
-# Memory left over could be a cache. But forward passes are a cycle: when a block is asked for again, everything else
-# has been asked for since. A least-recently-used cache smaller than the cycle has always just evicted the block that
-# comes next. Pinning any fixed part saves exactly that part, every pass. The front is as good as any, and it is in
-# memory when a pass begins. The third line knows the future and evicts the block whose next request is farthest away.
-# On a cycle that is the block just used, every time: the best of all caches pins.
+# What should the engine do with memory beyond the buffers? The usual answer is a cache that evicts the least recently
+# used block (LRU). But forward passes are a cycle: between two uses of one block, every other block is used once. When
+# such a cache is smaller than the cycle, the block that is needed next is always the one that was used longest ago. LRU
+# has just evicted it. So LRU saves nothing until the whole cycle fits.
+#
+# A fixed part that stays in memory, a *pinned* part, saves exactly its own bytes in every pass. No cache can save more
+# on a cycle. The figure shows this with a cache that knows the future and evicts the block whose next use is farthest
+# away. Any part could be pinned. The engine pins the front, because then the first matrices of a pass are in memory
+# while the readers begin.
 
 # %%
 def lru_hits(capacity, cycle, passes):
@@ -482,17 +503,17 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# The same argument says that the trunk gets memory before experts do: a pinned trunk byte is used at every token, a
-# cached expert only if the router comes back to it (chapter [5.16]).
+# The same reason gives memory to the trunk before the experts. A pinned byte of the trunk saves a read at every token.
+# A cached expert saves a read only if the router chooses the expert again (chapter [5.16]).
 #
 # [5.16]: 16_experts.ipynb
 
 # %% [markdown]
 # ## 5.13.6 What it costs in K3
 #
-# The layout of the released shapes (`fixtures/k3`) with five readers. An engine that loads layer by layer must hold all
-# of a layer; here eight buffers for row blocks, and the router's, take its place. Widening to whole pages adds at most
-# two pages to a block.
+# The cell below lists the matrices of the released model (`fixtures/k3`) as five readers stream them. An engine that
+# loads one layer after another must hold a whole layer in memory. This engine holds eight buffers for row blocks and
+# the buffers of one router. A read is widened to whole pages, which adds at most two pages to a block.
 
 # %%
 k3 = read_config(ROOT / "fixtures" / "k3")
@@ -519,17 +540,21 @@ assert layout.buffer_bytes < max(layers) / 50
 # %% [markdown]
 # ## 5.13.7 Summary
 #
-# - A matrix is rows that arrive: blocks of whole rows through a few buffers, in an order known in advance.
-# - A streamed matrix answers the calls of a resident one, and its products have the same bits.
-# - Matrices come in the order of the forward pass. One that is left out is an error, never a shift.
-# - Pinning the front of a cyclic order saves its share of every pass. An LRU of the same size saves nothing.
+# - A streamed matrix is never in memory as a whole. Blocks of its rows pass through a few buffers, in an order that is
+#   known in advance.
+# - A streamed matrix has the methods of a resident one, and its products have the same bits.
+# - Matrices must be used in the order of the forward pass. A matrix that is left out causes an error.
+# - Pinned matrices save their bytes in every pass. An LRU cache of the same size saves nothing unless all fits.
 #
-# **Exercises.** Answer to 1: [exercises of part 5](../answers/05_streaming.ipynb).
+# ## Exercises
+#
+# Answer to 1: [exercises of part 5](../answers/05_streaming.ipynb).
 #
 # 1. Change `lru_hits` to evict the *most* recently used block. What does it save at half the cycle, and why is that
 #    nearly the optimum?
-# 2. Leave the routers among the other matrices (`routers=frozenset()`). What does `wait_seconds` say on a slow disk?
-# 3. `max_concurrent_blocks` lets all readers work if the caller gives all cores. Let it return `threads` always, and
-#    measure a step on a disk that one reader cannot keep busy.
+# 2. Put the routers into the pool of the other matrices (`routers=frozenset()`). How does `wait_seconds` change on a
+#    slow disk?
+# 3. `max_concurrent_blocks` lets all readers work if the caller has all cores. Let it always return `threads`, and
+#    measure a step on a disk that needs more than one reader.
 #
 # Next: [5.14 Which experts a run requested](14_trace.ipynb).

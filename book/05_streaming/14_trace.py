@@ -1,9 +1,15 @@
 # %% [markdown]
 # # 5.14 Which experts a run requested
 #
-# Which experts should stay in memory is not a matter of taste: record which experts a run requests, and replay the
-# record through any cache. This chapter defines the record. At the end you can read one by eye, and say where a forward
-# pass begins in it.
+# Which experts should stay in memory? The answer depends on which experts a run requests, and in which order. So a run
+# can record its requests, and the record can be replayed through caches of any kind and size without the model. This
+# chapter defines the record, called a *trace*. At the end you can read a trace by eye, say where a forward pass begins
+# in it, and say which of its requests should count.
+#
+# > **Without it:** each cache size must be tried in a run that reads 25.8 GB<!--claim read--> of experts for each
+# > token.
+# >
+# > **With it:** a token leaves 11.8 kB<!--claim trace--> in the trace, and a replay reads nothing else.
 #
 # Needs chapter [4.1] (the router). Runs in seconds. Makes `k3lib.trace`.
 #
@@ -13,10 +19,10 @@
 #
 # | word | meaning |
 # |---|---|
-# | request | one expert of one layer, asked for in a forward pass |
+# | request | one expert of one layer that a forward pass needs |
 # | trace | all requests of a run, in order |
 # | pass | the requests of one forward pass: for each MoE layer the experts that it requested |
-# | step | what a cache is asked for in a pass: each expert of a layer once |
+# | step | what a pass requests from a cache: each expert of a layer once |
 #
 # [4.1]: ../04_moe_router/01_router.ipynb
 
@@ -52,10 +58,9 @@ from k3lib.fileio import MissingFile, UsageError
 # %% [markdown]
 # ## 5.14.1 Pairs of numbers
 #
-# A trace file holds nothing but pairs of little-endian uint32, `(layer, expert)`, in the order of the requests. There
-# is no header, so that the file can be read by anything. A run adds each forward pass to it when the pass has ended
-# ([5.30.3]). The public recording of the released model that [5.15.5] quotes
-# has the same form.
+# A trace file consists of pairs of little-endian uint32, `(layer, expert)`, in the order of the requests. It has no
+# header, so any program can read it with one line. A run adds the requests of a forward pass to the file when the pass
+# has ended ([5.30.3]). The public recording of the released model that [5.15.5] quotes has the same form.
 #
 # [5.30.3]: 30_results.ipynb#5.30.3-Requests-of-experts
 # [5.15.5]: 15_cache_policy.ipynb#5.15.5-The-released-model,-eight-steps
@@ -77,21 +82,24 @@ def packed_trace(requests: list[tuple[int, int]]) -> bytes:
 
 
 # %% [markdown]
-# By hand: two MoE layers, 1 and 2, each asked for two experts by the one token of a first pass. Four requests are
-# thirty-two bytes.
+# By hand: a first pass of one token, with two MoE layers, 1 and 2. The token requests two experts of each layer. These
+# four requests are 32 bytes. For K3 the numbers are larger:
 
 # %%
 first_pass = [(1, 7), (1, 3), (2, 0), (2, 5)]
 print(packed_trace(first_pass).hex(" ", 4))
 assert len(packed_trace(first_pass)) == 32
+print(f"a token of K3 reads {92 * 16 * 17_547_264 / 1e9:.1f} GB of experts")  # claim read
+print(f"its requests in a trace: {len(packed_trace([(1, 0)] * 92 * 16)) / 1e3:.1f} kB")  # claim trace
 
 
 # %% [markdown]
 # ## 5.14.2 Where a forward pass begins
 #
-# The file does not say where a forward pass begins. It need not: layers run in ascending order, so where the layer
-# number falls, a new pass has begun. Two things follow. A trace of a single layer cannot be divided into passes. And
-# every pass must have the same layers as the first. A pass with other layers is damage, and its place can be named.
+# The file does not mark where a forward pass begins. But the layers of a pass run in ascending order. So where the
+# number of the layer becomes smaller, a new pass has begun. This has two consequences. A trace of a single layer cannot
+# be divided into passes, and is refused. And every pass must have the same layers as the first one. If it has not, the
+# file is damaged, and the error names the place.
 
 # %% tags=["export"]
 def read_trace(path: str | PathLike) -> list[Pass]:
@@ -133,8 +141,8 @@ def _passes(path, groups, nbytes):
 
 
 # %% [markdown]
-# By hand, three passes. The second one reads two tokens, so each layer has four requests, one expert perhaps twice. The
-# third reads one token.
+# By hand, three passes. The second pass reads two tokens, so each layer has four requests, and one expert may be
+# requested twice. The third pass reads one token.
 
 # %%
 by_hand = [*first_pass,
@@ -160,8 +168,8 @@ ax.set(xlabel="request, with the number of its expert", ylabel="layer", yticks=(
 plt.show()
 
 # %% [markdown]
-# Three kinds of damage, each reported with its place: the file cut inside a request, the file cut inside a pass, a
-# third pass with one layer more than the first.
+# Three damaged files are refused, each with the place of the damage: a file that was cut off inside a request, a file
+# that was cut off inside a pass, and a file whose third pass has one layer more than the first.
 
 # %%
 for damage, data in (("inside a request", packed_trace(by_hand)[:-5]), ("inside a pass", packed_trace(by_hand[:-2])),
@@ -179,10 +187,12 @@ folder.cleanup()
 # %% [markdown]
 # ## 5.14.3 What is computed again counts once
 #
-# Not every recording comes from a decoder that keeps its state. A decoder without state reads the whole text again for
-# each new token, so each of its passes repeats all requests of the pass before, layer by layer, and then adds those of
-# the new token. A cache should be judged by the new ones: `steps_of` removes the repeated requests. A prompt of several
-# tokens, or one expert chosen by two tokens, also counts once: a step names each expert once a layer.
+# Not every decoder keeps its state between tokens. A decoder without state reads the whole text again for each new
+# token. Then each pass repeats all requests of the pass before, in each layer, and adds the requests of the new token.
+# If the repeated requests counted, every cache would look better than it is. So `steps_of` removes them.
+#
+# There is a second kind of repetition. If two tokens of a prompt choose the same expert in the same pass, the expert is
+# read once. So a step names each expert of a layer once.
 
 # %% tags=["export"]
 def steps_of(passes: list[Pass]) -> tuple[list[Pass], int]:
@@ -201,27 +211,45 @@ def steps_of(passes: list[Pass]) -> tuple[list[Pass], int]:
 
 
 # %% [markdown]
-# By hand: the second pass begins with all requests of the first, in both layers, so only the last two of each layer
-# count. The third does not begin as the second did: it is the pass of a decoder with state.
+# By hand: the second pass begins with all requests of the first, in both layers. So only the last two requests of each
+# layer count. The third pass does not begin like the second, so all its requests count.
 
 # %%
 steps, repeated = steps_of(passes)
 for number, (layers, step) in enumerate(zip(passes, steps), 1):
     print(f"pass {number}:", layers, "->", step)
-assert repeated == 1 and steps[1] == [(1, [3, 9]), (2, [6, 7])] and steps[2] == [(1, [3, 4]), (2, [1, 5])]
+
+
+def check_new_requests(steps):
+    "The gate: the second step of the example has only the requests that its pass adds."
+    assert steps[1] == [(1, [3, 9]), (2, [6, 7])], f"the second step is {steps[1]}"
+    print("the second step has only new requests")
+
+
+check_new_requests(steps)
+assert repeated == 1 and steps[2] == [(1, [3, 4]), (2, [1, 5])]
+
+# %% [markdown]
+# A version that only removes equal experts keeps the repeated requests. For a cache they would all be hits:
+
+# %% tags=["raises-exception"]
+all_requests = [[(layer, sorted(set(chosen))) for layer, chosen in layers] for layers in passes]  # WRONG
+check_new_requests(all_requests)
 
 # %% [markdown]
 # ## Summary
 #
-# - A trace is pairs of uint32, `(layer, expert)`. A pass begins where the layer number falls.
-# - A damaged trace is refused with the byte at which it stops making sense.
-# - A pass that computes earlier tokens again counts only with what it adds.
+# - A trace is pairs of uint32, `(layer, expert)`. A pass begins where the number of the layer becomes smaller.
+# - A damaged trace is refused, and the error names the byte where the damage begins.
+# - If a pass computes earlier tokens again, only the requests that it adds count.
 #
 # ## Exercises
 #
-# 1. Record the embedded model with `k3 trace fixtures/oracle13/model --ids 304,5 --out run.trace`. How many bytes must
-#    the file have, before you look?
-# 2. Two passes of one token each, by chance with the same experts in every layer: does `steps_of` call the second a
-#    repetition? And a prompt chunk of two tokens after a pass of the first of them alone?
+# The answers are in [exercises of part 5](../answers/05_streaming.ipynb).
+#
+# 1. `k3 trace fixtures/oracle13/model --ids 304,5 --out run.trace` records a pass of two tokens. How many bytes will
+#    the file have?
+# 2. Two passes of one token each request, by chance, the same experts in every layer. Does `steps_of` treat the second
+#    one as a repetition? And a pass of two tokens that follows a pass of the first of them alone?
 #
 # Next: [5.15 Which experts to keep](15_cache_policy.ipynb) replays traces through caches.

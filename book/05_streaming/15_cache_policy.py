@@ -1,9 +1,15 @@
 # %% [markdown]
 # # 5.15 Which experts to keep: policies by replay
 #
-# A token requests 1,472 experts, 25.8 GB, and some of them were requested by the token before. This chapter replays
-# recorded requests through caches of every size, under seven policies. At the end you can say which experts are worth
-# keeping, why LRU keeps the wrong ones, and how far the best policy is from one that knows the future.
+# A token requests 1,472 experts, which are 25.8 GB. Some of them were requested by the token before. An expert that was
+# kept in memory need not be read again. But memory is smaller than 25.8 GB on most machines, so a rule must decide
+# which experts are kept: a *policy*. The usual policy, LRU, fails here, for a reason that this chapter explains. The
+# chapter replays recorded requests through caches of several sizes under seven policies. At the end you can say which
+# experts to keep, why LRU keeps the wrong ones, and how far the best policy is from one that knows the future.
+#
+# > **Without it:** an LRU cache of 12.9 GB saves none of the 25.8 GB<!--claim set--> that a token reads of experts.
+# >
+# > **With it:** the same memory saves 27% of them,<!--claim aging--> in a recorded trace of the released model.
 #
 # Needs chapter [5.14] (the record). Runs in half a minute. Makes `k3lib.cache_policy`.
 #
@@ -65,12 +71,14 @@ from k3lib.trace import Pass, steps_of
 # %% [markdown]
 # ## 5.15.1 A cache of the best scores
 #
-# A request meets what is cached: those are its hits. Then the cache chooses, among what was cached and what has just
-# been read, the experts of the highest score. The policy is in the score alone. An expert that has just been read may
-# have a score too low for the cache; then it is used and not kept.
+# A request names experts. Those that are in the cache are its hits; the others are read. Then the cache chooses which
+# experts it keeps: of all experts that were cached or have just been read, those with the highest scores. So a policy
+# differs from another only in its score. An expert that has just been read may have too low a score. Then it is used
+# and not kept.
 #
-# A score changes only when its expert is used, so a heap finds the lowest in $\log n$. An expert that is used again has
-# a second entry in the heap; the older one no longer agrees with `_scores` and is thrown away when it comes up.
+# The cache must find the expert with the lowest score quickly. A score changes only when its expert is used, so the
+# scores can be kept in a heap, which finds the lowest of $n$ in about $\log n$ steps. When an expert is used again, it
+# gets a second entry in the heap. The old entry no longer agrees with `_scores`, and the cache skips it.
 
 # %% tags=["export"]
 Key = tuple[int, int]  # (layer, expert)
@@ -118,9 +126,10 @@ class ScoredCache:
 # | pin | its uses in some steps; it never changes | those steps, beforehand |
 # | clairvoyant | minus the time of its next use | the future: no policy has more hits (Belady, 1966) |
 #
-# The decayed frequency of an expert is $\sum_u 2^{-(t - u)/h}$ over its uses $u$. Every sum shrinks by the same factor
-# with time, so the order of two experts does not change between uses, and it is enough to keep
-# $\log_2 \sum_u 2^{u/h}$.
+# The decayed frequency of an expert at time $t$ is $\sum_u 2^{-(t - u)/h}$, a sum over the times $u$ of its uses, where
+# $h$ is the number of requests in which a use loses half its worth. As time passes, the sums of all experts shrink by
+# the same factor. So the order of two experts changes only when one of them is used. Therefore the factor can be left
+# out, and the score is $\log_2 \sum_u 2^{u/h}$.
 
 # %% tags=["export"]
 def last_use(key: Key, now: int) -> int:
@@ -163,8 +172,8 @@ def next_use(steps: list[Pass], first: int) -> Score:
 
 
 # %% [markdown]
-# By hand: one layer, room for two experts, and the requests 0, 1, 2, 0, 1, 2. LRU evicts exactly the expert that is
-# requested next and has no hit. The clairvoyant cache refuses 2 when it comes, keeps 0 and 1, and has two.
+# By hand: one layer, room for two experts, and the requests 0, 1, 2, 0, 1, 2. LRU always evicts the expert that is
+# requested next, and has no hit. The clairvoyant cache does not keep expert 2, keeps 0 and 1 instead, and has two hits.
 
 # %%
 loop = [[(1, [e])] for e in (0, 1, 2, 0, 1, 2)]
@@ -179,16 +188,19 @@ for name, score in (("LRU", last_use), ("clairvoyant", next_use(loop, 0))):
 # %% [markdown]
 # ## 5.15.3 Time counted by each layer
 #
-# None of the scores of the past knows that the layers run one after the other. LRU orders experts by their last
-# request. The layer that runs next was last requested almost a whole token ago, so LRU evicts exactly what is needed
-# next.
+# LRU orders the experts of all layers by their last request. But the layers run one after the other. The layer that
+# runs next was last requested almost a whole token ago, longer ago than any other layer. So LRU evicts the experts of
+# exactly the layer that runs next.
 #
-# So time should be counted for each layer by its own requests. Then scores of different layers need not be compared:
-# each layer has an equal part of the capacity, and keeps in it the experts that its last requests named, newest request
-# first. This is the **aging** policy of operating systems: a shift register for each expert.
+# The remedy is to count time separately for each layer, by the layer's own requests. Then scores of different layers
+# need not be compared: each layer gets an equal part of the capacity. In this part the layer keeps the experts that its
+# last requests named, the newest request first. Operating systems use the same policy for pages of memory under the
+# name **aging**.
 #
-# By hand, with four bits: 1100 was named by this request and the one before, 1000 only by this one, 0111 by the three
-# before. They are kept in this order. Of equals the one that is cached already stays.
+# Each expert has a history of bits, one for each of the last requests of its layer, the newest first. A bit is 1 if the
+# request named the expert. By hand, with four bits: expert 1100 was named by this request and the one before, 1000 only
+# by this request, and 0111 by the three requests before. The cache prefers them in this order. Of two equal histories,
+# the expert that is already cached stays.
 
 # %% tags=["export"]
 HISTORY_BITS = 16  # requests of its layer for which an expert's use is remembered
@@ -252,9 +264,10 @@ class LayerCaches:
 # %% [markdown]
 # ## 5.15.4 The replay
 #
-# The first half of the steps fills the caches, and the hits of the second half are counted. An *honest* pin knows the
-# first half, which lies in the past by then. A pin with *hindsight* knows the half that is counted. Capacities are
-# given in working sets.
+# A replay sends the requests of a trace through a cache. The first half of the steps only fills the cache, and the hits
+# of the second half are counted. There are two kinds of pins. An *honest* pin is chosen from the first half, which is
+# already past when the counting begins. A pin with *hindsight* is chosen from the half that is counted, so no real
+# engine could use it. Capacities are given in working sets.
 
 # %% tags=["export"]
 CAPACITIES = (0.1, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)  # working sets
@@ -290,8 +303,8 @@ def policies(steps: list[Pass]) -> dict[str, Callable[[int], Cache]]:
 
 
 # %% [markdown]
-# A trace is described by three things: its working set, how much of a step the step before has requested already, and
-# the table of hit rates.
+# Three results describe a trace: the size of its working set, the share of a step's requests that the step before has
+# made, too, and the table of hit rates.
 
 # %% tags=["export"]
 def working_set(steps: list[Pass]) -> int:
@@ -338,11 +351,12 @@ def replay_text(passes: list[Pass], expert_bytes: int = EXPERT_BYTES) -> str:
 # %% [markdown]
 # ## 5.15.5 The released model, eight steps
 #
-# The public test data of the C engine *kimi-k3-in-c* (Apache-2.0) hold a real trace: a prompt of 5 tokens and 7 steps
-# through the released 93-layer model. It is not part of this repository. That engine computed the whole prefix anew at
-# every step, so only what each pass adds counts: 15,986 requests. 43% of a token's experts were requested by the token
-# before (other engines report 29% for longer texts). Anyone who has the file gets these figures, and the columns left
-# out here, with `k3 trace --replay expert_trace.bin`:
+# The public test data of the C engine *kimi-k3-in-c* (Apache-2.0) contain a real trace of the released model: a prompt
+# of 5 tokens and 7 more steps through all 93 layers. The trace is not part of this repository. That engine computed the
+# whole text again at every step, so only the requests that each pass adds are counted: 15,986. In this trace, 43% of a
+# token's experts were also requested by the token before. Other engines report 29% for longer texts, so this short
+# trace is probably a favourable case. With the file, the command `k3 trace --replay expert_trace.bin` prints this
+# table, and the columns that are left out here:
 #
 # | working sets | GB | LRU | decayed, 4 steps | aging | honest pin | hindsight pin | clairvoyant |
 # |---|---|---|---|---|---|---|---|
@@ -356,9 +370,9 @@ def replay_text(passes: list[Pass], expert_bytes: int = EXPERT_BYTES) -> str:
 # | 2 | 51.7 | 0.508 | 0.515 | **0.525** | 0.378 | 0.637 | 0.645 |
 # | 3 | 77.5 | 0.556 | 0.564 | **0.569** | 0.437 | 0.645 | 0.645 |
 #
-# At every size aging has at least as many hits as any policy that does not know the future, the honest pin included.
-# So `Experts` uses aging. Eight steps are few: a longer recording may move the columns, and the command above replays
-# it.
+# At every size, aging has at least as many hits<!--claim best--> as each policy of the table that does not know the
+# future: LRU, decayed frequency, and the honest pin. So `Experts` (5.16) uses aging. Eight steps are few. With a longer
+# trace the numbers will differ, and the order of close columns may, too.
 
 # %%
 RELEASED = {  # from the table above
@@ -371,16 +385,38 @@ RELEASED = {  # from the table above
 }
 LAYERS, K = 92, 16
 TRUNK, WORKING_SET = 108.8, LAYERS * K * EXPERT_BYTES / 1e9  # GB
+honest = ("LRU", "decayed, 4 steps", "honest pin")
+assert all((np.array(RELEASED["aging"]) >= RELEASED[name]).all() for name in honest)  # claim best
+half = CAPACITIES.index(0.5)
+print(f"half of the working set of {WORKING_SET:.1f} GB")  # claim set
+print(f"LRU saves {RELEASED['LRU'][half]:.0%}, aging {RELEASED['aging'][half]:.0%}")  # claim aging
+
+
+# %% [markdown]
+# LRU is the mistake of one clock for all layers. A gate notices it: at half a working set, a policy must have at least
+# a tenth of the hits that are possible.
+
+# %% tags=["raises-exception"]
+def check_policy(name):
+    "The gate: at half a working set, at least a tenth of the hits that are possible at all."
+    rate, best = RELEASED[name][half], RELEASED["clairvoyant"][half]
+    assert rate >= best / 10, f"{name}: a hit rate of {rate:.3f}, and {best:.3f} is possible"
+    print(f"{name}: a hit rate of {rate:.3f}, and {best:.3f} is possible")
+
+
+check_policy("aging")
+check_policy("LRU")
 
 # %% [markdown]
 # ## 5.15.6 A made-up trace with the same reuse
 #
-# What can be run here is a made-up trace with the statistic that matters most. In the recording, the expert that a
-# router likes best is requested again by the next token in 74% of the cases, the sixteenth in 23%. Between the two the
-# made-up trace falls evenly.
+# The recorded trace is not here, so this section makes one up. It imitates one statistic of the recorded trace: how
+# often an expert is requested again by the next token. For the expert with a router's highest score this happens in 74%
+# of the cases, for the sixteenth in 23%. In the made-up trace the share falls evenly between the two.
 #
-# Its hit rates depend on the seed. A rate that is counted over $n$ requests is uncertain by $\sqrt{p(1-p)/n}$, which is
-# at most $1/(2\sqrt{n})$. With another seed, another policy may be ahead of aging by as little as that.
+# The hit rates of the made-up trace depend on its seed. A rate $p$ that is counted over $n$ requests has an uncertainty
+# of about $\sqrt{p(1-p)/n}$, which is at most $1/(2\sqrt{n})$. So with another seed, another policy may be ahead of
+# aging by this much, and the check in the next cell allows it.
 
 # %%
 STAYS = np.linspace(0.74, 0.23, K)  # by the router's rank, as in the recording
@@ -422,11 +458,11 @@ fig.suptitle("Below one token's experts (grey line) LRU has no hits, aging more 
 plt.show()
 
 # %% [markdown]
-# The dashed line is out of reach for a cache that does not know the future.
+# The dashed line belongs to the clairvoyant cache. A cache that does not know the future cannot reach it.
 #
 # ## 5.15.7 What a choice costs
 #
-# Processor time of the choices for one token, with half a working set cached, and with three.
+# The next cell measures how long the choices for one token take, with caches of half a working set and of three.
 
 # %% tags=["nbval-ignore-output"]
 for size in (0.5, 3.0):
@@ -440,10 +476,10 @@ for size in (0.5, 3.0):
 # %% [markdown]
 # ## 5.15.8 What a gigabyte saves
 #
-# Bytes read for a token, when the first gigabytes go to the trunk and when they go to experts. A gigabyte of pinned
-# trunk is a gigabyte less at every token. A gigabyte of experts saves its hits: two thirds of one for the first two and
-# a half gigabytes (0.068 × 25.8 GB), and less for each one after. The hit rates are those of the released model's
-# trace.
+# Should memory go to the trunk or to experts first? A gigabyte of pinned trunk saves a gigabyte of reading at every
+# token. A gigabyte of cached experts saves only its hits. In the trace of the released model, the first 2.58 GB of
+# experts save 0.068 × 25.8 GB, so about two thirds of a gigabyte for each gigabyte. Further gigabytes save less. The
+# figure shows the bytes that are read for a token in both orders.
 
 # %%
 def read_a_token(trunk_gb, experts_gb):
@@ -466,26 +502,26 @@ plt.show()
 print(f"at 40 GB: {trunk_first[8]:.0f} GB a token trunk first, {experts_first[8]:.0f} GB experts first")
 
 # %% [markdown]
-# So memory goes to the trunk first. Until all of it is pinned, experts need no more than one slot a reader to stream
-# through ([5.16.2]). What is left beyond that becomes slots of cached experts, an equal number for each layer.
+# So memory goes to the trunk first. Until the whole trunk is pinned, the experts have only one slot for each reader and
+# stream through it ([5.16.2]). Memory beyond that becomes slots for cached experts, an equal number for each layer.
 #
 # ## Summary
 #
-# - A hit is an expert that was cached before its request, so a policy is judged by what it kept and not by what it
-#   read.
-# - LRU orders experts by their last request and evicts the layer that runs next: it saves nothing below one working
-#   set, 25.8 GB.
-# - Aging counts time for each layer by its own requests. With half a working set it saves 27%, more than any pin that
-#   does not know the future.
-# - A gigabyte of trunk still saves more than a gigabyte of experts.
+# - A hit is an expert that was in the cache before its request. A policy is judged by its hits.
+# - LRU evicts the experts of the layer that runs next. Below one working set, 25.8 GB, it saves nothing.
+# - Aging counts time for each layer by the layer's own requests. In the recorded trace it saves 27% with half a working
+#   set, more than the honest pin.
+# - A gigabyte of pinned trunk saves more than a gigabyte of cached experts.
 #
 # ## Exercises
 #
-# 1. Let 60% stay at every rank. Where does LRU leave the axis, and why is that place the same? Where would the other
-#    curves be if every expert were equally likely to stay?
-# 2. The router's ranks say more than the past does: 74% of the experts that it likes best stay, 23% of the last. A step
-#    has them in ascending order. Let `AgingCache` prefer the better ranks among equals, and replay it.
-# 3. Why has a pin with hindsight fewer hits than the clairvoyant cache, though both know the future?
+# Answers to 1 and 3: [exercises of part 5](../answers/05_streaming.ipynb).
+#
+# 1. Let 60% of the experts stay at every rank of the made-up trace. From which capacity on does LRU have hits, and why
+#    is it the same capacity as before?
+# 2. The rank of an expert says more than its past: 74% of the experts of the highest rank stay, and 23% of the last.
+#    Let a cache like `AgingCache` prefer the higher rank among experts with equal histories, and replay it.
+# 3. A pin with hindsight and the clairvoyant cache both know the future. Why does the pin have fewer hits?
 #
 # Next: [5.16 Experts](16_experts.ipynb) reads the experts that are not cached, and multiplies them while they come.
 #

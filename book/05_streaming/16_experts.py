@@ -1,15 +1,16 @@
 # %% [markdown]
 # # 5.16 Experts: fetched when the router has spoken
 #
-# 1.446 TB of K3 are routed experts, and a token uses 1,472 of the 82,432: sixteen a layer, named by the router a moment
-# before they are needed. This chapter reads them with several threads, multiplies them in any order, and keeps those
-# that the policy of 5.15 chooses. At the end you can say why an expert that is not kept is multiplied while it is read,
-# and what happens to an expert whose read fails.
+# The routed experts of K3 are 1.446 TB. A token uses 1,472 of the 82,432 experts: sixteen in each of 92 layers. Which
+# sixteen, the router says only a moment before they are needed, so they cannot be read long in advance. This chapter
+# reads them with several threads as soon as the router has chosen, multiplies them in whatever order they arrive, and
+# keeps those that the policy of 5.15 chooses. At the end you can say why an expert that is not kept is multiplied while
+# it is read, why the order of arrival does not change the result, and what happens to an expert whose read fails.
 #
-# > **Without it:** all experts in memory: 1,446 GB.<!--claim all-->
+# > **Without it:** all experts in memory take 1,446 GB.<!--claim all-->
 # >
-# > **With it:** 4.6 MB<!--claim streaming--> for four readers, and 3.7 s<!--claim seconds--> a token from a disk of
-# > 7 GB/s. A cache saves part of that.
+# > **With it:** four readers need 4.6 MB<!--claim streaming--> of memory. The experts of a token then take
+# > 3.7 s<!--claim seconds--> from a disk of 7 GB/s, and a cache saves a part of this time.
 #
 # Needs chapters [4.2] (experts), [5.11] and [5.12] (readers) and [5.15] (the policy). Runs in half a minute. Makes
 # `k3lib.experts`.
@@ -82,8 +83,9 @@ from k3lib.read_multiply import Product, max_concurrent_blocks, read_multiply, r
 # %% [markdown]
 # ## 5.16.1 One expert, as few reads as its layout allows
 #
-# In the released files the six tensors of an expert lie side by side, so one read brings them. In other files they may
-# lie apart. So extents are sorted and grouped into runs of adjacent bytes, and each run is one read.
+# An expert has six tensors: three packed matrices and their scales. In the released files the six lie side by side, so
+# one read can bring all of them. In other files they may lie apart. So the code sorts the extents and groups them into
+# runs of adjacent bytes. It makes one read for each run.
 
 # %% tags=["export"]
 def adjacent_runs(extents: list[Extent]) -> list[list[int]]:
@@ -117,7 +119,8 @@ def read_expert(files: Files, extents: list[Extent], buffer: np.ndarray) -> Expe
 
 
 # %% [markdown]
-# By hand, tensors of ten bytes: three side by side; the second one elsewhere; the second one in another file.
+# By hand, with three tensors of ten bytes: all side by side, then with the second one at another place, then with the
+# second one in another file.
 
 # %%
 def at(offset, file="shard"):
@@ -134,14 +137,14 @@ assert adjacent_runs([at(0), at(90), at(10)]) == [[0, 2], [1]]
 # %% [markdown]
 # ## 5.16.2 Multiplied while it is read
 #
-# For one token every weight of an expert is used once. Read whole, an expert crosses memory three times: the read
-# writes 17.5 MB, the core's cache of one or two megabytes evicts it, the product reads it back. Read and multiplied in
-# units that fit the cache (5.12), it crosses once.
+# A token uses every weight of an expert once. If the expert is read as a whole, its bytes cross memory three times: the
+# read writes 17.5 MB, the core's cache of one or two megabytes must write them out to memory, and the product reads
+# them back. If the expert is read and multiplied in units that fit the cache (5.12), its bytes cross once.
 #
-# So an expert that is not kept **streams**: its three matrices are read while they are multiplied. The memory for that
-# is a unit of rows and the scales of one matrix, which are a seventeenth of it and are read before its rows: 1.1 MB
-# instead of 17.6. A streaming matrix has the methods of every other matrix, so `expert_mlp` of chapter [4.2] works on
-# both.
+# So an expert that is not kept **streams**: each of its three matrices is read while it is multiplied. This needs
+# memory for one unit of rows, and for the scales of one matrix, which are read before the rows. Together they take 1.1
+# MB; the whole expert takes 17.6 MB. A streaming matrix has the methods of every other matrix, so `expert_mlp` of
+# chapter [4.2] works on both.
 #
 # [4.2]: ../04_moe_router/02_moe.ipynb
 
@@ -195,7 +198,7 @@ def streaming_expert(files: Files, extents: list[Extent], buffer: np.ndarray) ->
 
 
 # %% [markdown]
-# An expert of K3 in numbers:
+# The same for an expert of K3's shape, in numbers:
 
 # %%
 from k3lib.disk import PAGE
@@ -222,8 +225,9 @@ for name, extent in zip(("w1", "w2"), k3_expert()[::2]):
           f"the last has {n % unit or unit}")
 
 # %% [markdown]
-# The check: an expert of the embedded model, streamed in units of at most 2 kB, gives the product of the whole expert,
-# bit for bit. Once compiled code reads and once Python does, which reads where compiled code cannot.
+# The check streams an expert of the embedded model in units of at most 2 kB. The product must have the bits of the
+# whole expert's product. The expert is streamed twice: once by compiled code, and once by Python, which reads where
+# compiled code cannot.
 
 # %%
 from k3lib import layout
@@ -267,9 +271,10 @@ units.COMPILED_READS = COMPILED
 # %% [markdown]
 # ## 5.16.3 What streaming is worth
 #
-# Sixteen experts of K3's shape in a file of holes: the system makes up the zeros, so that no disk is slower than the
-# effect to be seen. Processor time of one thread, three ways: each expert read whole into a slot of its own, as if all
-# of a layer were fetched first; each read whole into the same slot; each streamed through the same small slot.
+# The experiment takes sixteen experts of K3's shape. Their file is one large hole, for which the system returns zeros
+# without a disk. So the experiment measures how the bytes move in memory, not how fast a disk is. The cell measures the
+# processor time of one thread in three cases: each expert is read as a whole into a slot of its own, as if all experts
+# of a layer were read first; each is read as a whole into the same slot; each is streamed through the same small slot.
 
 # %% tags=["nbval-ignore-output"]
 folder = Path(tempfile.mkdtemp())
@@ -316,25 +321,25 @@ plt.show()
 
 
 # %% [markdown]
-# The arithmetic is the same every time; what differs is how far the bytes travel. Small units pay for their calls,
-# large ones leave the core's cache. One slot for all can be quicker than sixteen, because memory that was written a
-# moment ago is still in a cache. How much each of these effects counts differs between machines, and between runs
-# beside other work.
+# The arithmetic is the same in all cases. Only the ways of the bytes differ. Small units need many calls of the system.
+# Large units leave the core's cache before they are multiplied. One slot for all experts can be faster than sixteen
+# slots, because memory that was written a moment ago may still be in a cache. How large these effects are depends on
+# the machine, and on other programs that run at the same time.
 #
-# From a disk the comparison is another one: the device writes the bytes, not the processor, and streaming makes 26
-# calls where a whole read makes one. The same three ways from a file of real bytes on a disk of 1.2 GB/s take 3.3, 3.0
-# and 4.0 ms of processor time, all hidden behind 15 ms of waiting. There, streaming saves no time. It saves memory:
-# 1.1 MB a reader instead of 17.6.
+# With a real disk the comparison is another one. There the device writes the bytes to memory, not the processor, and
+# streaming makes 26 calls of the system where a whole read makes one. From a file of real bytes on a disk of 1.2 GB/s
+# the three cases took 3.3, 3.0 and 4.0 ms of processor time, while the disk needed 15 ms. So streaming saved no time
+# there. What it always saves is memory: a reader needs 1.1 MB instead of 17.6.
 #
 # ## 5.16.4 What a layer keeps
 #
-# Which experts a layer keeps is decided at the request, before a byte is read. So it does not depend on the disk, and
-# the replay of a run's trace (5.15) has the hits of the run.
+# The policy chooses at the request which experts the layer keeps, before any byte is read. So the choice does not
+# depend on the speed of the disk, and a replay of the run's trace (5.15) has the same hits as the run.
 #
-# An expert that is to be kept gets a slot of its own, in place of an expert that is not to be kept any longer. Only an
-# expert that has been read to the last byte is kept. A read that failed or was interrupted leaves a slot without an
-# expert, and the layer's next request takes that expert out of the cache. An expert on which the arithmetic failed is
-# taken out too, because its bytes may be the reason.
+# An expert that the layer will keep gets a slot of its own. The slot belonged to an expert that the layer no longer
+# keeps. An expert counts as kept only when it has been read to the last byte. If its read fails or is interrupted, its
+# slot holds no expert, and the next request of the layer removes it from the cache. An expert on which the arithmetic
+# has failed is removed, too, because damaged bytes may be the reason.
 
 # %% tags=["export"]
 class RequestedExpert:
@@ -388,17 +393,20 @@ class KeptExperts(KeptExperts):
 # %% [markdown]
 # ## 5.16.5 A request and its answer
 #
-# `request` is called as soon as the router has spoken; the down-projection and the shared experts compute meanwhile.
-# Where slots hold whole experts, experts are read ahead, into their own slots or into buffers that the pool lends.
-# Where slots are smaller, nothing is read ahead: a unit that waits for its product has left the core's cache by then.
+# A layer uses its experts in two steps. It calls `request` as soon as the router has chosen. Then it computes the
+# down-projection and the shared experts, and calls `map` for the products of the routed experts.
 #
-# `map` then has the readers do the products, each reader one expert at a time, and experts that have been read come
-# first. Their order depends on the disk and does not change the result: chapter [4.2] keeps each answer by (token,
-# rank) and sums in rank order.
+# **Between the two calls** experts are read ahead if a slot holds a whole expert: into slots of their own, or into
+# buffers that the pool lends. If slots are smaller, nothing is read ahead, because a unit that waits for its product
+# would leave the core's cache.
 #
-# `Experts` owns the pool of 5.11. A request becomes the pool's whole order, and `map` its one batch. The pool reads
-# with a function that knows where experts lie, and nothing of the `Experts` that owns the pool. So `Experts` that are
-# dropped are freed at once, and their readers end ([5.11.3]).
+# **In `map`** each reader works on one expert at a time. Experts that have been read come first. Their order depends on
+# the disk, but the result does not: chapter [4.2] stores each answer by token and rank, and adds the answers in the
+# order of the ranks.
+#
+# `Experts` owns a pool of 5.11. The experts of a request are the pool's whole order, and `map` opens one batch of all
+# of them. The pool has no reference to the `Experts` that owns it, only a function that reads. So `Experts` that
+# nothing refers to any more are freed at once, and their readers end ([5.11.3]).
 #
 # [4.2]: ../04_moe_router/02_moe.ipynb
 # [5.11.3]: 11_prefetch.ipynb#5.11.3-What-is-true-whenever-nobody-holds-the-lock
@@ -505,8 +513,8 @@ class Experts(Experts):
 
 
 # %% [markdown]
-# Experts that are cached, or that have been read ahead, are given to `work` as they are. An expert that is to be cached
-# is read whole into its slot. Any other streams through the reader's buffer.
+# `map` treats three kinds of experts. An expert that is cached or has been read ahead is given to `work`. An expert
+# that the layer will keep is first read as a whole into its slot. Any other expert streams through the reader's buffer.
 
 # %% tags=["export"]
 class Experts(Experts):
@@ -548,9 +556,10 @@ class Experts(Experts):
 # %% [markdown]
 # ## 5.16.6 The gate
 #
-# Experts of the embedded model with three readers: in two slots; in 39, three of them for each of the 12 layers to
-# keep; in 195, enough for all; and streaming through three small ones. Every expert comes once, with the product of the
-# bytes that the checkpoint holds, on one thread or two.
+# The gate requests experts of the embedded model, with three readers and four amounts of memory: two slots; 39 slots,
+# so that each of the 12 layers keeps three experts; 195 slots, enough for all experts; and three small slots, through
+# which experts stream. Every requested expert must come exactly once, with the product that the bytes of the checkpoint
+# give. `limit` is the number of readers that may work at a time.
 
 # %%
 REQUESTED = [0, 3, 5, 9, 14]
@@ -573,24 +582,35 @@ def answers(slots, nbytes, limit, kind=Experts, layers=(1, 2, 1, 12)):
 expected = sorted((L, e, product(whole(L, e))) for L in (1, 2, 1, 12) for e in REQUESTED)
 raw = checkpoint.raw("language_model.model.layers.12.block_sparse_moe.experts.14.w1.weight_packed")
 assert np.array_equal(whole(12, 14).w1.packed, raw)
+
+
+def check_answers(slots, nbytes, limit, kind=Experts):
+    "The gate: every requested expert once, with the right product, and no more bytes read than the hits leave."
+    try:
+        seen, experts = answers(slots, nbytes, limit, kind)
+    except NotFinite:  # the scales are another expert's bytes
+        raise AssertionError("a product of the wrong bytes") from None
+    assert len(seen) == len(expected), f"{len(seen)} answers, {len(expected)} experts were requested"
+    assert sorted(seen) == expected, "a product of the wrong bytes"
+    read, each = experts.files.bytes_read["experts"], sum(x.nbytes for x in six(1, 0))
+    assert read == (20 - experts.hits) * each, f"{experts.hits} hits of 20, but {read // each} experts were read"
+    print(f"{slots:3} slots of {nbytes:,} bytes, {limit} at a time: {experts.requests} requested, "
+          f"{experts.hits} hits, the right bytes")
+
+
 for slots, nbytes in ((2, LARGE), (39, LARGE), (195, LARGE), (3, SMALL)):
     for limit in (1, 2):
-        seen, experts = answers(slots, nbytes, limit)
-        assert sorted(seen) == expected
-        assert experts.files.bytes_read["experts"] == (20 - experts.hits) * sum(x.nbytes for x in six(1, 0))
-        print(f"{slots:3} slots of {nbytes:,} bytes, {limit} at a time: {experts.requests} requested, "
-              f"{experts.hits} hits, the right bytes")
+        check_answers(slots, nbytes, limit)
 
 
 # %% [markdown]
-# Layer 1 was asked for twice. Three of its five experts were cached the second time, or all five: these are the hits.
-# Two slots are fewer than readers, so nothing is kept in them, and an expert that streams never is.
+# Layer 1 was requested twice. The hits are those of its five experts that were cached the second time: three of them
+# with 39 slots, all five with 195. Two slots are fewer than the readers, so they keep nothing. An expert that streams
+# is never kept.
 #
-# Three mistakes that would still produce an answer. The first uses one slot for all: experts overwrite one another. The
-# second leaves out an expert that could not be read: chapter [4.2] would notice the missing one, and so must this gate.
-# The third counts its own reads as hits.
-#
-# [4.2]: ../04_moe_router/02_moe.ipynb
+# Three mistakes would still produce an answer, and the gate must notice them. The first uses the same memory for all
+# slots, so experts overwrite each other. The second leaves out one expert, as if its read had failed without an error.
+# The third counts the experts that it reads as hits.
 
 # %%
 class OneSlot(Experts):
@@ -610,18 +630,19 @@ class CountsItsReads(Experts):
         super().map(work, limit)
 
 
-try:
-    assert sorted(answers(39, LARGE, 1, OneSlot)[0]) != expected
-except NotFinite:  # the scales are another expert's bytes
-    pass
-assert sorted(answers(2, LARGE, 1, LeavesOneOut)[0]) != expected
-assert [answers(195, LARGE, 1, kind)[1].hits for kind in (Experts, CountsItsReads)] == [5, 20]
-print("one slot for all, one left out, reads counted as hits: each fails the gate")
+# %% tags=["raises-exception"]
+check_answers(39, LARGE, 1, OneSlot)
+
+# %% tags=["raises-exception"]
+check_answers(2, LARGE, 1, LeavesOneOut)
+
+# %% tags=["raises-exception"]
+check_answers(195, LARGE, 1, CountsItsReads)
 
 
 # %% [markdown]
-# A read that fails is an exception in the arithmetic, never a smaller sum, and the expert is not a hit at the next
-# request.
+# What happens when a read fails? The error reaches the layer, so the layer never computes a sum in which an expert is
+# missing. And the expert is not a hit at the next request.
 
 # %%
 class FailsOnce(Files):
@@ -652,9 +673,10 @@ assert experts.hits == 1  # at the third request
 # %% [markdown]
 # ## 5.16.7 The disk's order and the router's
 #
-# Reads that begin together end in any order. Sixteen answers, added in the order in which a slow disk delivered their
-# experts: float32 addition is not associative, so every run has its own bits. Kept by rank and added at the end, there
-# is one result.
+# Reads that begin at the same time end in any order. If the answers of sixteen experts were added in the order of
+# arrival, each run could have other bits, because the rounding of a float32 sum depends on its order. If the answers
+# are kept by rank and added in the order of the ranks, there is only one result. The experiment delays each read by a
+# random time.
 
 # %%
 class Slow(Files):
@@ -711,9 +733,10 @@ plt.show()
 # %% [markdown]
 # ## 5.16.8 Several reads at once
 #
-# Eight experts of K3's shape and a device that takes up to 0.4 ms to answer, once with one reader and once with four,
-# while the caller does something else for the first 6 ms, as the shared experts would. There is memory for four whole
-# experts. Python reads here, so that every read and every product can leave an event.
+# This experiment shows what several readers are good for. A request names eight experts of K3's shape, and each read
+# takes up to 0.4 ms longer than usual. There is memory for four whole experts. For the first 6 ms the caller does other
+# work, as a layer does with its shared experts. Then it calls `map`. Python reads here, not compiled code, so that the
+# start and the end of each read and each product can be recorded.
 
 # %% tags=["nbval-ignore-output"]
 def events(readers, slots=4, busy=6e-3):
@@ -752,11 +775,13 @@ units.COMPILED_READS = COMPILED
 shutil.rmtree(folder)
 
 # %% [markdown]
-# Reading begins with the request, not with `map`: by then the slots hold whole experts, which are multiplied first. The
-# others stream, a unit read and a unit multiplied by turns on one row. While one reader waits for its unit another has
-# the core.
+# Reading begins with the request. So when `map` is called, some slots hold whole experts, and these are multiplied
+# first. The other experts stream: in one row of the figure, reads and products alternate. While one reader waits for
+# its next unit, another reader uses the core.
 #
 # ## 5.16.9 What it costs in K3
+#
+# The last cell computes the numbers of the problem box, and what whole experts would take.
 
 # %%
 working_set, trunk = 92 * 16 * EXPERT_BYTES / 1e9, 108.8
@@ -771,18 +796,22 @@ print(f"all {92 * 896:,} experts: {92 * 896 * EXPERT_BYTES / 1e9:,.0f} GB")  # c
 # %% [markdown]
 # ## Summary
 #
-# - Experts are requested the moment they are known, read by several threads, multiplied in any order, summed in rank
-#   order.
-# - An expert that is not kept streams: the thread that reads a unit multiplies it, and 1.1 MB are enough for 17.5.
-# - What a layer keeps is decided at the request, so the replay of a trace has the hits of the run.
-# - An expert is cached when its last byte has been read. A read that fails is an exception, and no hit later.
+# - Experts are requested as soon as the router has chosen. Several threads read and multiply them in any order. Their
+#   answers are added in the order of the ranks.
+# - An expert that is not kept streams: the thread that has read a unit multiplies it. This takes 1.1 MB of memory for
+#   an expert of 17.5 MB.
+# - The policy chooses at the request which experts a layer keeps. So the replay of a trace has the hits of the run.
+# - An expert is cached when its last byte has been read. A read that fails raises an error, and the expert is no hit
+#   later.
 #
 # ## Exercises
 #
-# 1. With two slots for whole experts and sixteen requests, how many reads can be under way while one expert computes?
-#    And with two slots through which experts stream? Where is that decided?
-# 2. `StreamedPackedMatrix` reads the scales of a matrix before its rows. What would change if they were read with each
-#    unit, in bytes and in reads?
+# Answer to 2: [exercises of part 5](../answers/05_streaming.ipynb).
+#
+# 1. With two slots for whole experts and sixteen requested experts, how many reads can be under way while one expert is
+#    multiplied? And with two slots through which experts stream? Which lines of the code decide it?
+# 2. `StreamedPackedMatrix` reads the scales of a matrix before its rows. How many reads and how many bytes would an
+#    expert of K3 take if the scales of each unit were read with the unit?
 # 3. Draw the curve of [5.16.3] for a chunk of 16 tokens. Why does it become flat?
 #
 # Next: [5.17 What a process has](17_memory.ipynb) counts the memory that slots, buffers and everything else may take.

@@ -1,14 +1,19 @@
 # %% [markdown]
 # # 5.17 What a process has, and what it may still have
 #
-# A budget says how many bytes a process may hold. Three questions come before it can be kept: what does "8GB" mean, how
-# much does the process hold already, and can the system give it the rest? The last one has a trap. A process in a
-# container sees the memory of the whole machine in `/proc/meminfo`, and is killed when the container takes more than
-# its own limit.
+# A budget says how many bytes a process may hold. To keep it, the engine must first answer three questions. How many
+# bytes are "8GB"? How much does the process hold already? Can the system give it the rest? The third question is easy
+# to answer wrongly. In a container, `/proc/meminfo` shows the memory of the whole machine, but the system ends the
+# process when the container takes more than its own, smaller limit. At the end you can read a size that a person has
+# written, and say how much memory this process may still take.
 #
-# At the end you can read a size that a person has written, and say how much memory this process may still take.
+# > **Without it:** a process in a container takes the free memory of the machine for its own, and is ended without a
+# > message.
+# >
+# > **With it:** all limits are asked for, and the tightest one counts: of two groups in the example, one without a
+# > limit, 700 bytes<!--claim free--> are free.
 #
-# Needs chapter [5.1] (what the system tells). Runs in seconds.
+# Needs chapter [5.1] (what the system tells). Runs in seconds. Makes `k3lib.memory`.
 #
 # [5.16 Experts: fetched when the router has spoken](16_experts.ipynb) ·
 # [contents](../README.md) ·
@@ -17,13 +22,24 @@
 # [5.1]: 01_system.ipynb
 
 # %%
+import sys
 import tempfile
+from pathlib import Path
+
+from k3lib.config import read_config
+
+ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
+sys.path.insert(0, str(ROOT / "book"))
+import schematics
+
+schematics.where(read_config(ROOT / "fixtures/k3"), "plan")
 
 # %% [markdown]
 # ## 5.17.1 A budget is text until it is bytes
 #
-# Sizes carry their unit. `8GB` is $8\cdot10^9$ bytes, `8GiB` is $2^{33}$. Text that is no size is refused before a file
-# is opened. Threads, positions and tokens are whole numbers, and a refusal names the argument.
+# A person writes a size with a unit. `8GB` is $8\cdot10^9$ bytes, and `8GiB` is $2^{33}$ bytes, 7% more. Text that is
+# no size is refused before any file is opened. Numbers of threads, positions and tokens must be whole numbers, and a
+# refusal names the argument.
 
 # %% tags=["export"]
 import re
@@ -79,20 +95,22 @@ assert whole_number("threads", "2", 1, 8) == 2
 # %% [markdown]
 # ## 5.17.2 What the process may still take
 #
-# The system tells how many bytes the process holds (5.1): resident now, and the peak so far. The peak is `VmHWM`, a
-# high-water mark of this process's own pages. Where there is no such field, `ru_maxrss` takes its place, which starts
-# from the peak of the process that forked this one.
+# The system says how many bytes the process holds (5.1): the resident memory now, and the peak so far. The peak is the
+# field `VmHWM`, which counts this process's own pages. Where this field does not exist, the engine uses `ru_maxrss`.
+# That number begins at the peak of the process that forked this one.
 #
-# The process may still take the machine's free memory, or less. On Linux a container is a group of processes with a
-# limit of its own, a cgroup, and groups lie inside groups: the tightest limit on the way to the root is the one that
-# counts. There are two versions of their files.
+# The process may take more memory as long as the machine has free memory and no limit is reached. On Linux a container
+# is a *cgroup*: a group of processes with a memory limit of its own. A group can lie inside another group, and the
+# limits of all enclosing groups hold. So the tightest of them decides. There are two versions of cgroups, with
+# different files.
 #
-# A cgroup's usage includes page cache: copies of file contents that the kernel keeps as long as nobody needs the
-# memory. Inactive pages, those that were not used lately, are dropped before memory is refused, so they count as free.
+# The usage of a cgroup includes page cache: copies of parts of files that the system keeps while the memory is not
+# needed otherwise. Before the system refuses memory, it drops the *inactive* pages, which were not used lately. So
+# inactive pages count as free.
 #
-# Each of these files may be missing or hold something else ([5.1.6]). A limit that is no number limits nothing. Where
-# the usage is missing, it is at least what this process holds. Whatever stands in for a number is said, and the plan
-# shows it.
+# Each of these files may be missing or contain something else ([5.1.6]). A limit that is not a number is no limit. If
+# the usage is missing, the engine assumes what this process holds, which is less than or equal to the usage of its
+# group. A plan shows every number that was assumed.
 #
 # [5.1.6]: 01_system.ipynb#5.1.6-Files-that-the-system-writes
 
@@ -117,11 +135,12 @@ def _group_free(group, version):
 
 
 # %% [markdown]
-# `/proc/self/cgroup` has one line for each hierarchy of groups: its number, its controllers, and the path of this
-# process's group. A line without controllers belongs to version 2. From that group the limits are read up to the root.
+# Which groups is this process in? The file `/proc/self/cgroup` has one line for each hierarchy of groups: its number,
+# its controllers, and the path of this process's group. A line without controllers belongs to version 2. The engine
+# reads the limits of this group and of all groups up to the root.
 #
-# A container may have its own view of the hierarchy. A group outside that view has a path that begins with `/..`. Only
-# the root of the view can be read then.
+# A container may see only a part of the hierarchy. The path of a group outside this part begins with `/..`. Then only
+# the root of the visible part can be read.
 
 # %% tags=["export"]
 def cgroup_free(membership: str | Path = "/proc/self/cgroup",
@@ -158,8 +177,8 @@ def available() -> tuple[int | None, tuple[str, ...]]:
 
 
 # %% [markdown]
-# A made-up machine shows the rule. The inner group has no limit. The outer one allows 1000 bytes and uses 400, 100 of
-# them inactive page cache: 700 are free.
+# A made-up machine shows the rule. The inner group has no limit. The outer group allows 1000 bytes and uses 400, of
+# which 100 are inactive page cache. So 1000 − (400 − 100) = 700 bytes are free.
 
 # %%
 with tempfile.TemporaryDirectory() as scratch:
@@ -171,6 +190,7 @@ with tempfile.TemporaryDirectory() as scratch:
             (group / name).write_text(f"{text}\n")
     Path(scratch, "self").write_text("0::/outer/inner\n")
     print("free in the groups with a limit:", list(cgroup_free(Path(scratch, "self"), scratch)))
+    assert [free for free, _ in cgroup_free(Path(scratch, "self"), scratch)] == [700]  # claim free
     (inner.parent / "memory.current").unlink()
     (free, note), = cgroup_free(Path(scratch, "self"), scratch)
     print(note.replace(scratch, "..."))
@@ -184,14 +204,16 @@ for what, n in (("resident", resident_bytes()), ("peak", peak_bytes()), ("availa
 # %% [markdown]
 # ## Summary
 #
-# - Sizes carry their unit, and text that is no size is refused.
-# - A process may take the machine's free memory or what its cgroups still allow, whichever is least.
-# - A number that the system does not tell has a stand-in, and the stand-in is named.
+# - A size has a unit, and text that is no size is refused.
+# - A process may still take the free memory of the machine, or less if one of its cgroups allows less.
+# - If the system does not tell a number, the engine assumes one, and the plan names it.
 #
 # ## Exercises
 #
-# 1. Start a container with a memory limit and compare `/proc/meminfo` inside it with `available()`.
-# 2. Read a large file through the page cache and watch `memory.current` and `inactive_file` of your cgroup. What would
-#    be refused if inactive page cache did not count as free?
+# Answer to 2: [exercises of part 5](../answers/05_streaming.ipynb).
+#
+# 1. Start a container with a memory limit, and compare `/proc/meminfo` inside it with `available()`.
+# 2. The files of a group show a limit of 8 GB, a usage of 7.5 GB, and 6 GB of inactive page cache, as after a copy of a
+#    large file. How much is free? What would the plan refuse if inactive page cache did not count as free?
 #
 # Next: [5.18 The dial: bytes to plan](18_plan.ipynb) spends a budget.

@@ -1,15 +1,20 @@
 # %% [markdown]
 # # 5.18 The dial: bytes to plan
 #
-# K3's weights are 1.56 TB, and a machine has 8 or 64 GB. An engine that allocates as it goes finds out at the tenth
-# layer that the memory is used up, or the system kills it without a message. Here the budget comes first: it becomes a
-# plan, part by part in bytes, before anything large is allocated. A budget that is too small is refused, and the
-# refusal names one that is large enough. At the end of a run the plan stands beside the measured peak.
+# K3's weights are 1.56 TB, and a machine has 8 or 64 GB of memory. An engine that allocates memory while it runs may
+# find out in the middle of a long run that the memory is used up, or the system ends it without a message. So this
+# engine begins with the budget. It makes a plan that says how many bytes each part of the run takes, before it
+# allocates anything large. It refuses a budget that is too small, and names one that is large enough. After a run, the
+# report shows the plan and the measured peak. At the end of this chapter you can say what each byte of a budget is
+# spent on, and why in this order.
 #
-# At the end you can say what any byte of a budget buys, and in which order.
+# > **Without it:** a token reads 137 GB<!--claim none--> of weights, however much memory the machine has.
+# >
+# > **With it:** a budget of 32 GB keeps 28%<!--claim share--> of the streamed weights in memory, and a token reads
+# > 106 GB.<!--claim pinned-->
 #
 # Needs chapters [1.2] (kernels are kept), 5.4 (the tensors), 5.10 (the layout) and 5.17 (what a process may have). Runs
-# in seconds.
+# in seconds. Makes `k3lib.plan`.
 #
 # [5.17 What a process has, and what it may still have](17_memory.ipynb) ·
 # [contents](../README.md) ·
@@ -18,32 +23,43 @@
 # [1.2]: ../01_mxfp4/02_kernel_cache.ipynb
 
 # %%
+import math
+import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 
+from k3lib.config import read_config
+
 ROOT = next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "fixtures").is_dir())
 plt.style.use(ROOT / "book" / "k3.mplstyle")
+sys.path.insert(0, str(ROOT / "book"))
+import schematics
+
 ORACLE = ROOT / "fixtures" / "oracle13" / "model"
+K3 = read_config(ROOT / "fixtures" / "k3")  # the numbers of the released model
+schematics.where(K3, "plan")
 
 # %% [markdown]
 # ## 5.18.1 What a byte saves
 #
-# A budget is spent in the order of what a byte saves. First comes what every run needs: interpreter and kernels,
-# KDA states, latent KV cache, vectors, activations, buffers for row blocks, one expert slot for each reader of experts.
-# Then the trunk, from the front of the forward pass: a pinned byte saves one byte of reading on **every** token. When
-# all of the trunk is pinned, what remains becomes slots that cache experts. A byte there saves something only if its
-# expert is chosen again (5.16).
+# The engine spends a budget in three steps, the most useful bytes first.
+#
+# 1. **What every run needs:** interpreter and kernels, the states of KDA, the latent KV cache, vectors, activations,
+#    buffers for row blocks, and one expert slot for each thread that reads experts.
+# 2. **The trunk**, from the front of the forward pass. A pinned byte saves one byte of reading at **every** token.
+# 3. **Cached experts**, when the whole trunk is pinned. A byte of an expert saves reading only if the router chooses
+#    the expert again (5.15).
 #
 # | part | bytes | in K3 |
 # |---|---|---|
 # | KDA state and history | 4 × KDA layers × 96 heads × 128 × (128 + 3 × 3) | 434 + 31 MB, at any length |
 # | latent KV cache | 4 × MLA layers × (512 + 64) a position | 55 KB a position |
-# | records of the run | 64 a position | what each step read and how long it took |
+# | records of the run | 64 a position | the bytes read and the seconds of each step |
 # | trunk | pinned or streamed | 108.8 GB |
 # | one expert | | 17.5 MB, of which there are 82,432 |
 #
-# Three of these follow from the config alone.
+# The first two, and the memory for activations, follow from the config alone.
 
 # %% tags=["export"]
 import dataclasses
@@ -101,7 +117,6 @@ def activation_bytes(config: Config, tokens: int) -> int:
 
 
 # %%
-K3 = read_config(ROOT / "fixtures" / "k3")
 width = K3.kda_num_heads * K3.kda_head_dim
 matrices = 4 * len(K3.kda_layers) * width * K3.kda_head_dim
 print("KDA state", shown_size(matrices), "+", shown_size(state_bytes(K3) - matrices), "of history")
@@ -109,16 +124,16 @@ position = position_bytes(K3)
 print("latent KV cache", shown_size(position), "a position,", shown_size(4096 * position), "at 4,096")
 
 # %% [markdown]
-# Other parts are measured. The memory of interpreter and libraries exists when the plan is made, so it is asked of the
-# system. What compiled kernels will add comes later, in the first forward pass: two constants say how much that was
-# when it was measured.
+# Other parts must be measured. The interpreter and its libraries are in memory when the plan is made, so the engine
+# asks the system for their size. The compiled kernels come later, in the first forward pass. For them the plan uses two
+# constants, which were measured.
 #
-# A shared library costs memory only for those of its pages that are resident. In a process that has just begun, most of
-# them are still to come. In one that has already decoded something, most of them are resident, and few more will be.
-# The number also depends on the page cache: right after an installation the system maps libraries in larger groups of
-# pages. The first line of `k3 plan` was then some 75 MB higher on one machine.
+# A shared library takes memory only for those of its pages that are resident. In a process that has just begun, most of
+# these pages will still be loaded. In a process that has already decoded a text, most of them are resident. The number
+# also depends on the page cache: right after an installation, the system loads libraries in larger groups of pages. On
+# one machine the first line of `k3 plan` was then about 75 MB higher.
 #
-# Where the system does not tell what a process holds, a constant stands in for it, and the plan's text says so.
+# Where the system does not say what a process holds, the plan uses a constant, and its text says so.
 
 # %% tags=["export"]
 JIT_RSS = 28_000_000  # private memory of compiled kernels and their threads after the first forward pass
@@ -169,15 +184,18 @@ def vector_bytes(extent: Extent) -> int:
 # %% [markdown]
 # ## 5.18.2 What compiling takes
 #
-# A process that has compiled the kernels holds some 115 MB more than one that has loaded them. So they are compiled by
-# another process first, and kept ([1.2.7]). The program of that process writes a small synthetic checkpoint (5.28) and
-# reads it with everything in memory. That calls every kernel that a run calls, but for two kinds. Small products never
-# wake a helper, so one larger product is added. And which rows are multiplied by the kernels of streaming depends on
-# which thread comes first and on the file system. So those kernels are compiled for the types of their arguments, bf16
-# and MXFP4, and not called.
+# A process that has compiled the kernels holds about 115 MB more than one that has loaded compiled kernels from a file.
+# These bytes would be missing in the budget. So another process compiles the kernels first, and keeps them in files
+# ([1.2.7]).
 #
-# The other process needs memory of its own while it runs. Where that is not free, or where no folder can be written,
-# the plan has a part for compiling.
+# The program of that process must call every kernel that a run can call. It writes a small synthetic checkpoint (5.28)
+# and runs one forward pass over it, with all weights in memory. This calls all kernels except two kinds. Helper threads
+# are used only for larger products, so the program adds one larger product. And whether a run calls the kernels of
+# streaming depends on the file system and on chance, so the program compiles them for their types of arguments, without
+# a call.
+#
+# The other process needs memory while it runs. If this memory is not free, or if no folder can be written, the run
+# compiles the kernels itself, and the plan has a part for it.
 #
 # [1.2.7]: ../01_mxfp4/02_kernel_cache.ipynb#1.2.7-Compile-in-another-process
 
@@ -244,8 +262,8 @@ def _compile_streaming():
 # %% [markdown]
 # ## 5.18.3 The plan
 #
-# A plan holds the parts in bytes, and the layout (5.10) from which trunk and experts are built. They compute no size of
-# their own, so the bytes that are promised here and the bytes that are allocated there are the same numbers.
+# A plan consists of the parts in bytes and of the layout (5.10). The trunk and the experts are built from this layout
+# and compute no sizes of their own. So they allocate exactly the bytes that the plan has counted.
 
 # %% tags=["export"]
 @dataclasses.dataclass(frozen=True)
@@ -277,7 +295,7 @@ class Plan:
 
 
 # %% [markdown]
-# A plan can be shown as a table, before the first weight is read, and as plain data, for the report.
+# A plan can be printed as a table before the first weight is read. As plain data it goes into the report of a run.
 
 # %% tags=["export"]
 class Plan(Plan):
@@ -316,9 +334,10 @@ class PlanError(UsageError):
 
 
 # %% [markdown]
-# At the smallest budget one expert slot a reader is enough: an expert streams through it (5.16). How many readers,
-# then? With sixteen experts a token, seven readers take three rounds, and so do six; five take four. With seven, the
-# last round would have work for two of them only. So six readers do as well, and need less memory.
+# At the smallest budget, each reader of experts has one slot, through which its experts stream (5.16). How many such
+# readers are useful? A token has sixteen experts in a layer. Seven readers need three rounds for them, and in the last
+# round only two of them have work. Six readers need three rounds, too, and less memory. Five readers need four rounds.
+# So of seven readers the plan uses six.
 
 # %% tags=["export"]
 def expert_readers(config: Config, readers: int) -> int:
@@ -340,10 +359,10 @@ def streaming_experts(config: Config, checkpoint: Checkpoint, readers: int) -> t
 
 
 # %% [markdown]
-# The bytes above the smallest budget are spent by two rules. Matrices are pinned from the front of the forward pass;
-# where a large one does not fit, later ones may. When the whole trunk is pinned, no buffers for row blocks are needed,
-# and their bytes are spent too. Only then do expert slots become large enough for whole experts, and more than one a
-# reader.
+# Two rules spend the bytes above the smallest budget. First, matrices are pinned from the front of the forward pass. If
+# a large matrix does not fit any more, smaller ones behind it may still fit. If the whole trunk is pinned, buffers for
+# row blocks are not needed, and the plan spends their bytes, too. Second, when the whole trunk is pinned, expert slots
+# become large enough for whole experts, and there are more of them than readers.
 
 # %% tags=["export"]
 def first_fit(sizes: dict[str, int], nbytes: int) -> tuple[frozenset[str], int]:
@@ -380,8 +399,9 @@ def cache_experts(config: Config, experts: ExpertLayout, whole_bytes: int, spare
 
 
 # %% [markdown]
-# Activations grow with the prefill chunk, and a chunk of 64 tokens reads the trunk once instead of 64 times. So the
-# chunk gets up to a quarter of what is spare, before anything is pinned.
+# A prompt is read in chunks of several tokens. A chunk of 64 tokens reads the trunk once; 64 single tokens read it 64
+# times. But the activations of a chunk take memory. So the plan gives the chunk up to a quarter of the spare bytes,
+# before it pins anything.
 
 # %% tags=["export"]
 MAX_CHUNK = 64  # tokens
@@ -396,10 +416,14 @@ def longest_chunk(config: Config, longest: int, spare: int) -> int:
 
 
 # %% [markdown]
-# `make_plan` spends the budget in that order. It refuses three things: a budget below what this model needs in this
-# process, a plan for which the machine has too little free memory, and a run for which the system gives this process
-# too few open files, threads or addresses ([5.1.7]). Two processes that do the same work differ by some tenths of a
-# megabyte, so the number that a refusal names is rounded up.
+# `make_plan` spends the budget in this order. It refuses three things:
+#
+# - a budget that is smaller than what this model needs in this process,
+# - a plan for which the machine has too little free memory,
+# - a run for which the system gives this process too few open files, threads or addresses ([5.1.7]).
+#
+# Two processes that do the same work differ by some tenths of a megabyte. So a refusal rounds the budget that it names
+# up.
 #
 # [5.1.7]: 01_system.ipynb#5.1.7-Limits-of-a-process,-and-signals
 
@@ -486,14 +510,100 @@ def _check_limits(plan, held, files, threads):
 
 
 # %% [markdown]
-# The embedded model is so small that the interpreter dominates any plan. Near its smallest budget nearly every matrix
-# streams, and with fifty megabytes more none does. A budget below the smallest is refused.
+# First the plan of the released model. Its files are not here, but a plan needs only shapes, and the config gives them.
+# `Shapes` takes the place of a checkpoint. This machine may have less memory than the budgets, so for this experiment
+# alone the plan does not ask how much is free. One part is smaller than in a real run: the index of the real
+# checkpoint, whose 497,220 tensors this process has not read.
+
+# %%
+class Shapes:
+    "In place of a checkpoint: where the tensors of a config would lie. No file exists."
+
+    files = ()
+
+    def __init__(self, config):
+        self.config, L = config, range(config.num_hidden_layers)
+        tensors = [*global_tensors(config), *(t for layer in L for t in layer_tensors(config, layer, experts=()))]
+        self.extents = {t.name: self.placed(t) for t in tensors}
+
+    def placed(self, tensor):
+        nbytes = math.prod(tensor.shape) * ITEMSIZE[tensor.dtype]
+        return Extent("", 8, nbytes, tensor.dtype, tensor.shape)
+
+    def extent(self, name):
+        return self.extents[name]
+
+    def expert(self, layer, e):
+        tensors = layer_tensors(self.config, layer, experts=(e,))
+        return {t.name: self.placed(t) for t in tensors if t.name not in self.extents}
+
+
+from k3lib.header import ITEMSIZE
+from k3lib.tensors import global_tensors, layer_tensors
+
+released = Shapes(K3)
+
+
+def plan_of_k3(ram, context=4096):
+    "The plan of the released model, whether or not this machine has the memory."
+    global available
+    usual, available = available, lambda: (None, ())
+    try:
+        return make_plan(K3, released, int(ram), context)
+    finally:
+        available = usual
+
+
+def read_a_token(plan):
+    "GB of weights that a token reads, without hits of cached experts."
+    return (sum(schematics.token_bytes(K3).values()) - plan.pinned_bytes) / 1e9
+
+
+def check_plan(plan):
+    "The gate: no plan takes more than its budget."
+    assert plan.total <= plan.ram, "the parts of the plan take more than its budget"
+
+
+print(f"nothing pinned: a token reads {sum(schematics.token_bytes(K3).values()) / 1e9:.0f} GB")  # claim none
+for gb in (2, 8, 32, 64, 120):
+    plan = plan_of_k3(gb * 1e9)
+    check_plan(plan)
+    print(f"{gb:3} GB: {plan.pinned_bytes / plan.trunk_bytes:4.0%} of the streamed weights pinned, "
+          f"a token reads {read_a_token(plan):.0f} GB, {'whole' if plan.layout.experts.whole else 'streaming'} experts")
+plan = plan_of_k3(32e9)
+assert round(plan.pinned_bytes / plan.trunk_bytes * 100) == 28  # claim share
+assert round(read_a_token(plan)) == 106  # claim pinned
+
+# %% tags=["nbval-ignore-output"]
+schematics.memory_plan(plan)
+
+
+# %% [markdown]
+# A plan can be wrong in a way that no result shows: the run only takes more memory than it was given. The tempting
+# mistake spends the bytes of the buffers on pinned matrices although some matrices still stream and need the buffers.
+# The gate notices it:
+
+# %% tags=["raises-exception"]
+def spends_the_buffers(trunk, spare):
+    return pin_as_usual(trunk, spare + trunk.buffer_bytes)  # WRONG where a matrix still streams
+
+
+pin_as_usual, pin_from_front = pin_from_front, spends_the_buffers
+try:
+    too_large = plan_of_k3(32e9)
+finally:
+    pin_from_front = pin_as_usual
+check_plan(too_large)
+
+# %% [markdown]
+# The embedded model is so small that the interpreter takes nearly all of any plan. Near its smallest budget most of its
+# matrices stream, and with fifty megabytes more none does. A budget below the smallest one is refused.
 
 # %% tags=["nbval-ignore-output"]
 config, checkpoint = read_config(ORACLE), Checkpoint(ORACLE)
 
 
-def floor(context):
+def smallest_budget(context):
     "The smallest budget that make_plan accepts now: the refusal of a smaller one names it."
     try:
         make_plan(config, checkpoint, 1, context)
@@ -502,7 +612,7 @@ def floor(context):
         return error.least
 
 
-least = floor(context=32)
+least = smallest_budget(context=32)
 for extra in (500_000, 2_500_000, 50_000_000):
     plan = make_plan(config, checkpoint, least + extra, context=32)
     print(f"{extra / 1e6:4.1f} MB above the smallest budget: {100 * plan.pinned_bytes / plan.trunk_bytes:3.0f}% of the "
@@ -510,23 +620,29 @@ for extra in (500_000, 2_500_000, 50_000_000):
     assert plan.total <= least + extra
 
 # %% [markdown]
-# The parts of a plan between these budgets, which pins some of the trunk.
+# What a token reads falls with the budget, until the whole trunk is pinned. The figure has the plans of the released
+# model; hits of cached experts are not counted.
 
-# %% tags=["nbval-ignore-output"]
-parts = {what.split(",")[0]: n / 1e6 for what, n in make_plan(config, checkpoint, least + 2_500_000, 32).parts.items()}
+# %%
+budgets = [2, *range(8, 137, 8)]
+reads = [read_a_token(plan_of_k3(gb * 1e9)) for gb in budgets]
 fig, ax = plt.subplots()
-ax.barh(list(parts), list(parts.values()), color="C5")
-ax.set(xlabel="MB", title="Of the embedded model's plan, interpreter and kernels are nearly all")
-ax.invert_yaxis()
+ax.plot(budgets, reads, "o-", ms=3)
+ax.set(xlabel="budget, GB", ylabel="GB read a token", ylim=0,
+       title="A gigabyte of budget saves a gigabyte of reading, until the trunk is pinned")
 plt.show()
+slope = (reads[1] - reads[8]) / (budgets[8] - budgets[1])
+print(f"from {budgets[1]} to {budgets[8]} GB: {slope:.2f} GB less for each GB of budget")
+assert abs(slope - 1) < .01 and len({round(r) for r in reads[-2:]}) == 1
 
 
 # %% [markdown]
 # ## 5.18.4 How many readers
 #
-# One reader waits for one read at a time; a disk answers many at once. `k3 plan --measure` reads from the model's own
-# device with 1 to 16 readers and takes the fewest that reach its full rate (5.9), and one more for each thread of
-# arithmetic, since a reader also multiplies the rows that it has read.
+# A reader waits for one read at a time, but most disks answer several reads at once. `k3 plan --measure` reads from the
+# device of the model with 1 to 16 readers. It takes the smallest number that is within a tenth of the best rate (5.9).
+# A reader also multiplies the rows that it has read, and does not read meanwhile. So the command adds one reader for
+# each thread of arithmetic.
 
 # %% tags=["export"]
 def measured_readers(checkpoint: Checkpoint, threads: int = CORES) -> tuple[int, str]:
@@ -540,16 +656,17 @@ def measured_readers(checkpoint: Checkpoint, threads: int = CORES) -> tuple[int,
 # %% [markdown]
 # ## Summary
 #
-# - A budget is spent on what saves most: fixed costs, then the trunk from the front, then slots that cache experts.
-# - The plan is made, and shown or refused, before anything large is allocated. Trunk and experts are built from its
-#   layout.
-# - Open files, threads and addresses are asked for before the first weight is read, as memory is.
-# - The prefill chunk is part of the plan: with more tokens a pass, the trunk is read fewer times.
+# - A budget pays first for what every run needs, then for the trunk from the front, then for cached experts.
+# - The plan is made before anything large is allocated. Trunk and experts allocate exactly what its layout says.
+# - A run is refused before the first weight is read if memory, open files, threads or addresses are too few.
+# - The prefill chunk is part of the plan: with more tokens in a pass, the trunk is read fewer times.
 #
 # ## Exercises
 #
-# 1. Plan K3 from shapes alone: give `make_plan` a checkpoint whose extents come from the config (5.4). At which budget
-#    is the whole trunk pinned?
-# 2. Let the chunk have half of what is spare instead of a quarter. At which budgets does a 64-token prompt read less?
+# Answers to 1 and 2: [exercises of part 5](../answers/05_streaming.ipynb).
+#
+# 1. What is the smallest budget, to a gigabyte, at which the whole trunk of K3 is pinned? What differs in the plan just
+#    below it?
+# 2. Let the chunk have half of the spare bytes instead of a quarter. At which budgets does the plan of K3 change?
 #
 # Next: [5.19 The trunk on a faster disk](19_pack.ipynb).

@@ -1,14 +1,15 @@
 # %% [markdown]
 # # 5.19 The trunk on a faster disk
 #
-# The trunk of K3, 108.8 GB, is read at every token; of the experts, 1,446 GB, a token reads 25.8. So a small fast disk
-# is best used for a copy of the trunk. This chapter makes that copy, proves it equal to the checkpoint, and reads from
-# it. At the end you can say what is left behind by a copy that is interrupted at any moment, and why the next one goes
-# on from there.
+# The whole trunk of K3, 108.8 GB, is read for every token. Of the experts' 1,446 GB a token reads only 25.8 GB. So if a
+# small disk is faster than the disk of the checkpoint, a copy of the trunk makes the best use of it. This chapter makes
+# such a copy, compares it with the checkpoint byte by byte, and reads from it. The copy takes many minutes and can be
+# interrupted. At the end you can say which files an interrupted copy leaves, why none of them is wrong, and how the
+# next run goes on.
 #
-# > **Without it:** a token reads for 135 s<!--claim slow--> from a disk of 1 GB/s.
+# > **Without it:** the weights of a token take 135 s<!--claim slow--> from a disk of 1 GB/s.
 # >
-# > **With it:** for 41 s,<!--claim fast--> with the trunk, 108.8 GB, on a second disk of 7 GB/s.
+# > **With it:** with the trunk on a second disk of 7 GB/s they take 41 s.<!--claim fast-->
 #
 # Needs chapters [5.7] (the checkpoint) and [5.18] (the plan). Runs in seconds. Makes `k3lib.pack`.
 #
@@ -64,8 +65,9 @@ from k3lib.tensors import is_matrix, layer_of
 # %% [markdown]
 # ## 5.19.1 What it is worth
 #
-# Seconds of reading for a token, nothing pinned or cached, when the checkpoint lies on a disk of 1 GB/s and the trunk
-# on a disk of its own: 25.8 GB at 1 GB/s, and 108.8 GB at the rate of the second disk.
+# How long does a token read if the checkpoint is on a disk of 1 GB/s and the trunk on a second disk? With nothing
+# pinned and nothing cached, 25.8 GB come at 1 GB/s and 108.8 GB at the rate of the second disk. The figure adds
+# the two times, as if the disks never worked at the same time.
 
 # %%
 rates = np.linspace(1, 14, 200)
@@ -84,12 +86,12 @@ print(f"the trunk at 7 GB/s: {25.8 + 108.8 / 7:.0f} s")  # claim fast
 # %% [markdown]
 # ## 5.19.2 What a packed trunk is
 #
-# A packed trunk is a folder of safetensors files, one for each layer and one for the tensors after the last layer. In a
-# file the tensors stand in the order in which a forward pass reads them, and nothing stands between them. So the folder
-# is a checkpoint like any other, and its reads are one long run.
+# A packed trunk is a folder of safetensors files: one for each layer, and one for the tensors after the last layer. In
+# each file the tensors are in the order in which a forward pass reads them, without gaps. So the folder is a checkpoint
+# like any other, and a forward pass reads each file from its beginning to its end.
 #
-# The list of tensors is made beforehand, with every offset, so that the size of a file is known before its first byte
-# is written.
+# Before anything is written, the code lists all tensors with their offsets. So the size of each file is known before
+# its first byte is written.
 
 # %% tags=["export"]
 class _TrunkFile(NamedTuple):
@@ -120,9 +122,9 @@ def _trunk_files(checkpoint: Checkpoint, names: Iterable[str], folder: str) -> l
 # %% [markdown]
 # ## 5.19.3 Copied, holes left out, and compared
 #
-# A synthetic checkpoint is mostly holes, parts of a file that take no disk. A copy of their zeros would take a hundred
-# gigabytes, so only the data between the holes are written. The comparison reads all of both files, past the page
-# cache, so it sees what is on the disk.
+# A synthetic checkpoint (5.28) consists mostly of holes: parts of a file that take no disk and read as zeros. If the
+# copy wrote these zeros, it would take a hundred gigabytes. So only the data between the holes are written. The
+# comparison reads both files completely and past the page cache, so it sees what is on the disk.
 
 # %% tags=["export"]
 COPY_BYTES = 1 << 20  # bytes copied or compared at a time
@@ -163,17 +165,17 @@ def _same(files: Files, a: Extent, b: Extent) -> bool:
 # %% [markdown]
 # ## 5.19.4 A name means that the file is right
 #
-# A file is written under another name, flushed to the disk, compared with the checkpoint byte by byte, and only then
-# gets its own name. From this order follow three promises:
+# A run can be interrupted at any moment, also by a power cut. So the steps for a file have a fixed order. The file is
+# written under a temporary name, flushed to the disk, and compared with the checkpoint byte by byte. Only then it gets
+# its final name. Three promises follow from this order:
 #
-# - a file that has its final name is equal to the checkpoint;
-# - a run after an interrupted one goes on where that one stopped: it compares a file that has its final name, and does
-#   not write it;
-# - a folder in which a file is missing is refused as a checkpoint, because the names say how many there are.
+# - A file with its final name is equal to the checkpoint.
+# - A run after an interrupted one compares the files that have their final names, and writes only the others.
+# - A folder in which a file is missing is refused as a checkpoint, because each name says how many files there are.
 #
-# The other name is a new one in every run. So two runs never write to one file. And the final name is given by a hard
-# link, which fails if there is a file of that name by then; a rename would replace it. The run that comes second to a
-# name compares the file of the first, as it does with every file that it finds.
+# The temporary name is new in every run, so two runs never write to the same file. The final name is given by a hard
+# link. If there is a file of this name already, the link fails; a rename would replace that file. A run that finds the
+# final name taken compares that file with the checkpoint, like every file that it finds.
 
 # %% tags=["export"]
 def _pack_file(checkpoint: Checkpoint, file: _TrunkFile, progress: Callable[[int], object]) -> bool:
@@ -238,13 +240,14 @@ def _compare_file(files: Files, file: _TrunkFile, path: str, checkpoint: Checkpo
 # %% [markdown]
 # ## 5.19.5 Two at once
 #
-# Two runs into one folder would be right, and do all work twice. So a run holds a lock ([5.1.4]) on a file in the
-# folder, and a second one waits until the first has ended. Then it compares what it finds, as any later run does. If
-# the first was killed, its lock has ended with it, and the second goes on.
+# If two runs packed into the same folder at the same time, the result would be right, but all work would be done twice.
+# So a run holds a lock ([5.1.4]) on a file in the folder, and a second run waits until the first has ended. Then it
+# compares the files that it finds. If the first run was killed, the system has released its lock, and the second run
+# goes on.
 #
-# A run that holds the lock also knows that nobody writes the unnamed files that lie in the folder: they are left over
-# from a run that was killed, and are removed. Without a lock, on Windows or on a network file system that has none,
-# they stay.
+# A run that holds the lock also knows that no other run writes to the temporary files in the folder. They were left by
+# a run that was killed, and are removed. Without a lock, on Windows or on a network file system that has no locks, they
+# are not removed.
 #
 # [5.1.4]: 01_system.ipynb#5.1.4-A-name-that-survives-a-power-cut
 
@@ -345,14 +348,15 @@ def pack(checkpoint: Checkpoint, names: Iterable[str], folder: str | os.PathLike
 # %% [markdown]
 # ## 5.19.6 Read from both
 #
-# Reading takes one class that looks a tensor up in the folder first. The folder could be of another checkpoint with the
-# same shapes. So vectors are compared whole, and of every matrix the first and the last row. A fine-tuned model differs
-# from its base model there: mostly in all rows, and in the last ones if it has only learned new tokens.
+# `Packed` looks for a tensor in the packed folder first, and then in the checkpoint. But the folder may have been
+# packed from another checkpoint with the same shapes, for example from the base model of a fine-tuned one. So when a
+# model is loaded, `Packed` compares all vectors, and the first and the last row of every matrix. A fine-tuned model
+# differs from its base model in most rows. If it has only learned new tokens, it differs in the last rows of the
+# embedding and the head.
 #
-# More is not compared when a model is loaded. To find one changed byte in the middle of a matrix, all 108.8 GB would
-# have to be read from both disks, or from one of them and hashed, before the first token. Sizes and times of files say
-# little: a copy to another disk changes the times of good files. So the comparison of every byte is a command of its
-# own, `k3 verify MODEL --trunk DIR`, which calls `verify_packed`.
+# Why not every byte? To find one changed byte in the middle of a matrix, all 108.8 GB would have to be read from both
+# disks before the first token. The times of files are no help, because a copy to another disk changes them. So a
+# command of its own compares every byte: `k3 verify MODEL --trunk DIR`, which calls `verify_packed`.
 
 # %% tags=["export"]
 class Packed:
@@ -424,10 +428,11 @@ def verify_packed(checkpoint: Checkpoint, names: Iterable[str], folder: str | os
 
 
 # %% [markdown]
-# ## 5.19.7 Interrupted, and gone on with
+# ## 5.19.7 Interrupted and continued
 #
-# The embedded model's trunk has fourteen files. A first run is interrupted at its sixtieth tensor. What it leaves is
-# refused as a trunk. A second run goes on, and does not write again what the first one finished.
+# The trunk of the embedded model has fourteen files. The experiment interrupts a first run at its sixtieth tensor. The
+# folder that it leaves is refused as a packed trunk. A second run writes the missing files, and does not write the
+# others again.
 
 # %%
 from k3lib.config import read_config
@@ -463,13 +468,14 @@ except CheckpointError as error:
     print("refused:", str(error).replace(scratch.name, "..."))
 pack(checkpoint, names, folder)
 assert len(times()) == 14 and first.items() <= times().items()
-print("gone on:", len(times()), "files; those of the first run were not written again")
+print("continued:", len(times()), "files; those of the first run were not written again")
 
 # %% [markdown]
 # ## 5.19.8 The gate
 #
-# Every tensor of the packed trunk has the checkpoint's bytes. And a forward pass over it multiplies the same numbers:
-# each matrix of the model, streamed from the folder, times a fixed vector.
+# The gate has two parts. Every tensor of the packed trunk must have the bytes of the checkpoint. And each matrix,
+# streamed from the folder and multiplied with a fixed vector, must give the bits of the product with the checkpoint's
+# matrix.
 
 # %%
 from k3lib.layout import trunk_layout
@@ -490,8 +496,8 @@ print(f"{len(names)} tensors, {len(layout.streamed)} streamed, from {len(files.a
 files.close()
 
 # %% [markdown]
-# The folder of another model is refused, though its names and shapes are the same: here the first weight of a matrix
-# differs. A weight in the middle of it is seen only where every byte is compared.
+# Next, one bit of a weight is changed. If it is the first weight of a matrix, `Packed` refuses the folder. If the
+# weight is in the middle of a matrix, `Packed` accepts the folder, and only the comparison of every byte finds it.
 
 # %%
 victim = folder / "model-00003-of-000014.safetensors"
@@ -507,11 +513,28 @@ for where, at in (("first weight", matrix.offset), ("in the middle", matrix.offs
     found = verify_packed(checkpoint, names, folder)
     print(f"{where}: loaded: {said}\n{' ' * len(where)}  compared: {len(found)} file differs")
     assert [*found] == [str(victim)] and (said == "accepted") == (where != "first weight")
-victim.write_bytes(good)
-assert not verify_packed(checkpoint, names, folder)
+
+
+def check_packed_trunk():
+    "The gate: every byte of the packed trunk is that of the checkpoint."
+    wrong = verify_packed(checkpoint, names, folder)
+    assert not wrong, f"{', '.join(os.path.basename(file) for file in wrong)} differs from the checkpoint"
+    print("every byte of the packed trunk is that of the checkpoint")
+
 
 # %% [markdown]
-# Two runs at once, in two threads, into a new folder. The second waits and compares; each file was written once.
+# The weight in the middle is still changed. The gate shows it, and after a repair it passes:
+
+# %% tags=["raises-exception"]
+check_packed_trunk()
+
+# %%
+victim.write_bytes(good)
+check_packed_trunk()
+
+# %% [markdown]
+# Last, two runs pack into a new folder at the same time, in two threads. The second one waits for the first and then
+# compares the files.
 
 # %%
 from concurrent.futures import ThreadPoolExecutor
@@ -528,21 +551,21 @@ scratch.cleanup()
 # %% [markdown]
 # ## Summary
 #
-# - The trunk is a fourteenth of the checkpoint and four fifths of the bytes of a token, so it is the part to copy to a
-#   fast disk.
-# - Write, flush, compare, name, in this order: then a name means that the file is right, whenever a run ends, and
-#   however many run at once.
-# - A packed trunk is a checkpoint of its own. Two rows of every matrix are compared before it is used, and every byte
-#   by `k3 verify MODEL --trunk DIR`.
+# - The trunk is about a fourteenth of the checkpoint and four fifths of the bytes of a token. So it is the part to copy
+#   to a fast disk.
+# - A file is written, flushed, compared and then named, in this order. So a file with its final name is right, whenever
+#   a run is interrupted.
+# - A packed trunk is a checkpoint of its own. Two rows of every matrix are compared when a model is loaded, and every
+#   byte by `k3 verify MODEL --trunk DIR`.
 #
 # ## Exercises
 #
-# 1. A power failure comes between `os.fsync` and `os.link`, and another between `os.link` and `sync_folder`. What does
+# The answers are in [exercises of part 5](../answers/05_streaming.ipynb).
+#
+# 1. The power fails between `os.fsync` and `os.link`, and another time between `os.link` and `sync_folder`. What does
 #    the next run find in each case?
-# 2. Replace `os.link` by `os.replace`, take the lock away, and let two runs pack two checkpoints into one folder. What
-#    can the folder hold in the end?
-# 3. Where does the curve of [5.19.1] go if half of the trunk is pinned?
+# 2. Replace `os.link` by `os.replace`, remove the lock, and let two runs pack two different checkpoints into one
+#    folder. What can the folder contain in the end?
+# 3. How many seconds does a token read at 1 GB/s and at 7 GB/s for the trunk if half of the trunk is pinned?
 #
 # Next: [5.20 A sequence saved and loaded](20_state.ipynb) saves what a model has read, so that no token is read twice.
-#
-# [5.19.1]: #5.19.1-What-it-is-worth

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Answers: part 1, MXFP4
 #
-# Try the exercises of [chapter 1.1](../01_mxfp4/01_mxfp4.ipynb) before you read on. · [contents](../README.md)
+# Try the exercises of part 1 before you read on. · [contents](../README.md)
 
 # %%
 import numpy as np
@@ -45,6 +45,28 @@ for group in (32, 16):
     print(f"groups of {group}: {8 * nbytes / weights} bits a weight, {nbytes:,} bytes an expert")
 assert nbytes == 18_579_456
 
+# %% [markdown]
+# ## 1.2, 1. A constant, and a variable of the environment
+#
+# The digest is taken over the text of the sources. An edit of `TILE = 8` changes the text, so it changes the digest and
+# the name of the entry. The text `TILE = int(os.environ["TILE"])` stays the same when the variable of the environment
+# gets another value. Numba would then load a kernel that contains the old value. (The digest contains the variables of
+# the environment whose names begin with `NUMBA_`, and no others.)
+#
+# ## 1.3, 1. Floats from the bits of a code
+#
+# The code without its sign, $t$, has two exponent bits and one mantissa bit. Shifted left by 22, they are in the places
+# of a float32: the mantissa bit is the highest mantissa bit, and the exponent bits are the lowest exponent bits. The
+# exponent of `0x3f800000` stands for $2^0$. This is right from $t = 2$ on. Codes 0 and 1 have exponent 0, which means a
+# subnormal value in E2M1. They need the values 0 and 1 instead.
+
+# %%
+t = np.arange(8, dtype=np.uint32)
+direct = (np.uint32(0x3F800000) + (t << np.uint32(22))).view(np.float32)
+print("built directly:", direct.tolist())
+print("twice a code:  ", (2 * E2M1[:8]).tolist())
+assert (direct[2:] == 2 * E2M1[2:8]).all() and (direct[:2] != 2 * E2M1[:2]).all()
+
 
 # %% [markdown]
 # ## 1.3, 2. The largest of sixteen
@@ -64,6 +86,26 @@ lanes = rng.standard_normal((1000, 16)).astype(np.float32)
 same = all(by_halves(v) == by_halves(rng.permutation(v)) == np.fmax.reduce(v) for v in lanes)
 print("the same number in any order:", same)
 assert same
+
+
+# %% [markdown]
+# ## 1.4, 1. Few chunks and many
+#
+# With one chunk for each thread, the thread with the long item works alone at the end. With eight, the other thread
+# takes nearly all other items.
+
+# %%
+def ticks(chunk, durations=(8, *[1] * 15), threads=2):
+    "The tick at which the last of the threads ends, if they take chunks of so many items from one counter."
+    free = [0] * threads
+    for begin in range(0, len(durations), chunk):
+        first = free.index(min(free))
+        free[first] += sum(durations[begin:begin + chunk])
+    return max(free)
+
+
+print("1 chunk a thread:", ticks(8), "ticks; 8 chunks a thread:", ticks(1), "ticks")
+assert (ticks(8), ticks(1)) == (15, 12)
 
 
 # %% [markdown]
@@ -93,6 +135,16 @@ for _ in range(200):
 print(f"{different} of 200 sums differ; mean error with 16 lanes {np.mean(errors[16]):.1e}, "
       f"with 32 {np.mean(errors[32]):.1e}")
 assert different > 100 and np.mean(errors[32]) < np.mean(errors[16])
+
+# %% [markdown]
+# ## 1.5, 2. A format of int8
+#
+# The new class has the methods of `_Packed`. `__init__` accepts int8 rows and float32 scales, and the number of columns
+# is not doubled. `pointer` is that of `_Rows`, because an element is a byte. `step` loads 32 bytes and converts them to
+# two vectors of float32, and loads the scale of the group. `_half_scale` becomes a plain load of a float32.
+# `multiply_add` computes `fma(second, x1, first * x0)`, and then one `fma` with the scale, as for MXFP4. The elements
+# are in order, so $x$ needs no other order than for bf16. `prefetch` asks for twice as many bytes, because a group has
+# 32 bytes and not 16.
 
 # %% [markdown]
 # ## 1.6, 1. Where the sigmoid becomes 1
