@@ -627,13 +627,12 @@ def stale_chapter(source):
     code = [c for c in code_cells(have) if c.source.strip()]
     if any(c.execution_count is None for c in code):
         yield f"{place(path)} is not executed", run_command(source)
-    elif any(
-        o.output_type == "error"
-        for c in code
-        if "raises-exception" not in c.metadata.get("tags", [])
-        for o in c.get("outputs", [])
-    ):
-        yield f"{place(path)} holds an error", run_command(source)
+    for cell in code:
+        wrong = "raises-exception" in cell.metadata.get("tags", [])  # a wrong version, which its gate must refuse
+        failed = any(o.output_type == "error" for o in cell.get("outputs", []))
+        if cell.execution_count is not None and failed != wrong:
+            fault = f"holds a cell that should fail and does not: {cell.source.splitlines()[0]}"
+            yield f"{place(path)} {fault if wrong else 'holds an error'}", run_command(source)
 
 
 def tree_texts():

@@ -185,6 +185,14 @@ def test_a_notebook_that_holds_an_error(house):
     assert house.check() == [f"book/02_b/01_story.ipynb holds an error; {RUN}"]
 
 
+def test_a_wrong_version_that_no_gate_refuses(house):
+    "A cell is tagged raises-exception to show that its gate fails. One that does not fail shows the opposite."
+    house.edit("02_b/01_story", "# %%\n1 + 1", '# %% tags=["raises-exception"]\n1 + 1')
+    house.pretend_to_run()
+    assert house.check() == [
+        f"book/02_b/01_story.ipynb holds a cell that should fail and does not: 1 + 1; {RUN}"]
+
+
 def test_a_module_without_a_chapter(house):
     (house.package / "helpers.py").write_text("")
     assert house.check() == ["k3lib/helpers.py has no chapter; run: git rm k3lib/helpers.py"]
