@@ -369,6 +369,11 @@ class Run:
 
 # Right and wrong
 
+def encoding_of(drawn):
+    "The encoding that Python was told to use; None where it was told to ignore what the environment says."
+    return None if {"-I", "-E"} & {*drawn.get("flags", [])} else drawn.get("encoding")
+
+
 def text_of(data, encoding):
     return data.decode((encoding or "utf-8").split(":")[0] or "utf-8", "replace")
 
@@ -418,7 +423,7 @@ class Judge:
     def wrong(self, run, code, out, err, codes=None):
         "What is wrong with the end of a run, '' if nothing is. `codes`: other exit codes than those of `expected`."
         drawn, codes = run.drawn, codes or self.expected(run.drawn)
-        said, prompt = text_of(err, drawn.get("encoding")), drawn.get("prompt", "ids")
+        said, prompt = text_of(err, encoding_of(drawn)), drawn.get("prompt", "ids")
         lines = said.splitlines()
         told = [line for line in lines if not (compiled(drawn) or drawn.get("cache") == "damaged")
                 or "NUMBA_CACHE_DIR" not in line]
@@ -438,7 +443,7 @@ class Judge:
         if told and not (told[0].startswith((f"k3 {command}: ", "k3: ")) and 20 < len(told[0]) < 1500):
             return "not a clear line"
         if code == 0 and "words" not in drawn:
-            charsets = [(drawn.get("encoding") or ":").split(":")[0]]
+            charsets = [(encoding_of(drawn) or ":").split(":")[0]]
             charsets = [*filter(None, charsets)] or ["utf-8", "ascii", "big5", "euc-jp", "iso8859-1", "iso8859-9"]
             expected = [self.texts[prompt].encode(name, "backslashreplace").decode(name) for name in charsets]
             if not any(text_of(out, name) == text for name, text in zip(charsets, expected)):
@@ -482,7 +487,7 @@ def one(number, seed, compiles, machine, judge):
         run = Run(drawn, machine, Path(folder) / "run")
         code, out, err = run()
         wrong = judge.wrong(run, code, out, err)
-    return drawn, code, wrong, text_of(err, drawn.get("encoding"))
+    return drawn, code, wrong, text_of(err, encoding_of(drawn))
 
 
 def numbers_that_compile(runs, most):
