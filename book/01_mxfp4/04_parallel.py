@@ -309,7 +309,8 @@ assert halves[1] > 0
 # kernel, because for this each helper would first have to take the interpreter lock. A helper that wakes up late finds
 # no chunk left and uses no array.
 #
-# Three statements hold at every moment, also when Ctrl-C interrupts the caller:
+# Three statements hold at every moment, also when Ctrl-C interrupts the caller once. A second Ctrl-C, while the first
+# one's error waits for the helpers, ends that wait, and helpers may still use the arrays:
 #
 # - A helper uses the caller's arrays only between its two changes of `_AT_WORK`, and only for chunks that it has taken.
 # - After `EXHAUSTED` has been added to `_NEXT`, no thread takes another chunk.

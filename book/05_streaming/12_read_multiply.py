@@ -2,13 +2,16 @@
 # # 5.12 Read, multiply, read, multiply
 #
 # A reader that streams a matrix takes a small unit of its rows, reads the unit, multiplies it, and reads the next unit
-# into the same memory. So the rows are still in the core's cache when they are multiplied. This chapter writes the loop
-# twice: in Python, where it handles every case, and in compiled code, where it handles only the usual one. At the end
-# you can say on which machines the compiled loop is worth having, and what happens when a read fails.
+# into the same memory. So few bytes of memory are used again and again. Where the processor writes these bytes, because
+# it copies them from the page cache or fills a hole, they are still in the core's cache when they are multiplied. A
+# device that is read past the page cache writes them to memory itself. This chapter writes the loop twice: in Python,
+# where it handles every case, and in compiled code, where it handles only the usual one. At the end you can say on
+# which machines the compiled loop is worth having, and what happens when a read fails.
 #
-# > **Without it:** the rest of a matrix of 176 MB is written to memory by the reads and fetched back by the product.
+# > **Without it:** the rest of a matrix of 176 MB needs 176 MB of memory between its reads and its product.
 # >
-# > **With it:** a reader has 0.77 MB<!--claim unit--> of rows in its cache at a time, and no row is fetched back.
+# > **With it:** a reader needs 0.77 MB<!--claim unit--> for the rows, and rows that the processor itself has written
+# > are not fetched back from memory.
 #
 # Needs chapters [1.5] (the product), [5.9] (the disk) and [5.11] (readers). Runs in half a minute. Makes
 # `k3lib.read_multiply`.
@@ -77,9 +80,10 @@ seed = 0
 # %% [markdown]
 # ## 5.12.1 Units
 #
-# How large should a unit be? Two units and a vector should fit into a core's own cache. Then the product finds its rows
-# in the cache, and the next unit overwrites them before they are written out to memory. With larger units there would
-# be fewer calls of the system, but rows would leave the cache before they are multiplied.
+# How large should a unit be? A unit and a vector should fit into a core's own cache, which has one or two megabytes
+# today. Then the product finds rows that the processor has copied or filled with zeros in the cache, and the next unit
+# overwrites them before they are written out to memory. Rows that a device has written come from memory in any case.
+# With larger units there would be fewer calls of the system, but rows would leave the cache before they are multiplied.
 #
 # In which order are the units taken? Some units can be read faster than others: a unit may lie in a hole of the file,
 # or in the device's own cache. Slow units often lie side by side. If the readers took the units in the order of the
@@ -385,7 +389,7 @@ shutil.rmtree(scratch)
 # %% [markdown]
 # ## 5.12.6 Is the compiled loop worth its room?
 #
-# Both loops multiply a unit while it is in the core's cache. The compiled loop saves only the Python code between two
+# Both loops multiply a unit right after it was read. The compiled loop saves only the Python code between two
 # units. How much time is that? `tests/bench_reads.py` measures it. It streams a bf16 matrix of 88 MB through the pool
 # with three loops by turns: the compiled loop; `lean`, which is the least that Python can do for a unit, without a lock
 # and without counting; and the Python half of `read_multiply`.
@@ -422,7 +426,8 @@ shutil.rmtree(scratch)
 #
 # ## 5.12.7 Summary
 #
-# - A unit is multiplied while it is in the core's cache. Then the next unit overwrites it.
+# - A unit is multiplied right after it was read. Then the next unit overwrites it. If the processor wrote it, it is
+#   still in the core's cache.
 # - The compiled loop handles only the usual case. The Python loop handles every case.
 # - Units that are taken one after the other lie far apart, so that the readers are not all at a slow part of the file.
 #

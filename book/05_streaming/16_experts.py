@@ -137,9 +137,10 @@ assert adjacent_runs([at(0), at(90), at(10)]) == [[0, 2], [1]]
 # %% [markdown]
 # ## 5.16.2 Multiplied while it is read
 #
-# A token uses every weight of an expert once. If the expert is read as a whole, its bytes cross memory three times: the
-# read writes 17.5 MB, the core's cache of one or two megabytes must write them out to memory, and the product reads
-# them back. If the expert is read and multiplied in units that fit the cache (5.12), its bytes cross once.
+# A token uses every weight of an expert once. If the processor copies the bytes, from the page cache or as zeros of a
+# hole, a whole expert crosses memory three times: the copy reads 17.5 MB, the core's cache of one or two megabytes must
+# write them out to memory, and the product reads them back. In units that fit the cache (5.12), the bytes cross once. A
+# device that is read past the page cache writes to memory itself; then units save room, and no crossing.
 #
 # So an expert that is not kept **streams**: each of its three matrices is read while it is multiplied. This needs
 # memory for one unit of rows, and for the scales of one matrix, which are read before the rows. Together they take 1.1
