@@ -17,6 +17,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import stat
 import sys
 import tempfile
@@ -1043,6 +1044,8 @@ def report():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", metavar="TEXT", default="", help="cases whose class or description holds TEXT")
     args = parser.parse_args()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell sets it for what runs in its background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     start = time.perf_counter()
     chosen = lambda cases: [case for case in cases if args.only in f"{case.group}: {case.what}"]
     damages, around = chosen(cases(args.seed)), chosen(situations.situations(args.seed))
