@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from k3lib.fileio import MissingFile, UsageError, refuse_to_replace, whole_file
+from k3lib.fileio import UsageError, refuse_to_replace, whole_file
 from k3lib.system import sync_folder
 from k3lib.trace import packed_trace
 
@@ -181,13 +181,11 @@ def check_outputs(model: str | os.PathLike[str], *paths: str | os.PathLike[str] 
 def _check_output(path):
     if path.is_dir():
         raise UsageError(f"{path}: is a folder, expected a file to write")
-    if not path.parent.is_dir():
-        raise MissingFile(f"{path}: there is no folder {path.parent} to write it in")
+    refuse_to_replace(path)
     try:
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise UsageError(f"{path}: the folder {path.parent} cannot be written to: {error.strerror}") from None
-    refuse_to_replace(path)
 
 
 class Results:

@@ -379,12 +379,12 @@ def finish(run: Run, show: Show, write: Show, cache: PrefixCache | None = None,
         except OSError as error:  # a disk that is full must not hide the answer
             failed = error
         show_ids(show, "generated ids", (step.token for step in model.steps))
-        if failed is not None:
-            show(model.report.text())
-            raise failed
-        results.show()
+        if failed is None:
+            results.show()
         report = model.report
         show(report.text())
+        if failed is not None:
+            raise failed
         return report
     except BaseException as error:
         made, kept = len(model.steps), results.keep()
