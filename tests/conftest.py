@@ -1,8 +1,7 @@
 "What pytest does for all tests: samples of large grids unless `--all` is given, and fixtures that fix what varies."
-import signal
-
 import pytest
 from hypothesis import settings
+from interrupts import hear_interrupts
 
 from k3lib import parallel, plan
 
@@ -18,8 +17,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "large: a case of a large grid that only `--all` runs")
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell sets it for what runs in its background
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    hear_interrupts()
 
 
 # Two workers take whole files, in this order. What takes long comes first, so that short files are left for the end.

@@ -17,7 +17,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import stat
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from typing import NamedTuple
 import common
 import situations
 from common import MODEL
+from interrupts import hear_interrupts
 
 import k3lib.synth  # noqa: F401 what an error's exit code is may not have to be looked up without the right to read it
 from k3lib.display import Display
@@ -1044,8 +1044,7 @@ def report():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", metavar="TEXT", default="", help="cases whose class or description holds TEXT")
     args = parser.parse_args()
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell sets it for what runs in its background
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    hear_interrupts()
     start = time.perf_counter()
     chosen = lambda cases: [case for case in cases if args.only in f"{case.group}: {case.what}"]
     damages, around = chosen(cases(args.seed)), chosen(situations.situations(args.seed))

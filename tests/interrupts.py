@@ -7,6 +7,12 @@ import threading
 from contextlib import contextmanager
 
 
+def hear_interrupts():
+    "Let SIGINT reach this process and those it starts. A shell ignores it for what runs in its background."
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @contextmanager
 def time_limit(seconds=60):
     "A `with` block that ends with a TimeoutError where it waits for longer. Needs the main thread and SIGALRM."
